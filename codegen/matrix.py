@@ -166,8 +166,8 @@ def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[Vari
     family, a greedy cover: first from variants of default values (64-token pages, bf16 results),
     which most calls take, then from those that differ from that in one axis, then from all; of
     equals the first.  SM100's helper kernels are of the same sources: one an op.  A family that
-    declares its ``everyday`` variants has those instead.  If the set is to be ``thorough``, the
-    last two rules do not hold.
+    declares its ``everyday`` variants has those instead, and those are left out that it declares as
+    ``rarely``.  If the set is to be ``thorough``, the last two rules do not hold.
     """
     specs = list(specs)
     chosen = {
@@ -190,13 +190,17 @@ def _everyday(specs: list[VariantSpec]) -> set[VariantSpec]:
         return _declared(specs, family.everyday)
     if family.helper and specs[0].arch != "sm_90a":
         return {min(specs, key=changed)}
-    return _cover(specs)
+    return _cover([spec for spec in specs if not _has(spec, family.rarely)])
 
 
 def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> set[VariantSpec]:
     """Those of ``specs`` that have the values of an entry of ``everyday``; else a cover."""
-    found = {s for s in specs if any(v.items() <= dict(s.values).items() for v in everyday)}
-    return found or _cover(specs)
+    return {spec for spec in specs if _has(spec, everyday)} or _cover(specs)
+
+
+def _has(spec: VariantSpec, some: tuple[Values, ...]) -> bool:
+    """Whether a variant has the values of one of ``some``."""
+    return any(values.items() <= dict(spec.values).items() for values in some)
 
 
 def _unusual(spec: VariantSpec) -> bool:

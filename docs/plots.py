@@ -273,7 +273,10 @@ def draw_stamps(data: Data) -> Any:
 def bias_data() -> Data:
     """Error of two merged ranks by their logit, and the bias of the matching one."""
     report = table(BIAS, "run `python -m profiles.qk_bias --out profiles/results`")
-    points = [[r["logit"], r["standard"], r["high"], r["bias"][0]] for r in report["merged"]]
+    points = [
+        [r["logit"], *(r[name] for name in ("standard", "two", "high")), r["bias"]["standard"][0]]
+        for r in report["merged"]
+    ]
     return {"points": points, "card": card_of(report), "commit": report["commit"][:7]}
 
 
@@ -284,23 +287,22 @@ def merged_error(bias: float) -> float:
 
 
 def draw_bias(data: Data) -> Any:
-    """Measured points of both accuracies on the line that the bias predicts."""
+    """Measured points on the line that the bias predicts, and of exact logits below it."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5.6, 3.2))
-    logits, standard, high, biases = zip(*data["points"], strict=True)
+    logits, standard, two, high, biases = zip(*data["points"], strict=True)
     slope = sum(b / x for x, b in zip(logits, biases, strict=True)) / len(logits)
     x = [logits[0] * (logits[-1] / logits[0]) ** (i / 50) for i in range(51)]
     label = f"by a bias of {slope:.2e} of the logit".replace("e-0", "e-")
     axes.plot(x, [merged_error(slope * v) for v in x], color=INK, lw=1.2, label=label)
     axes.plot(logits, standard, "o", color=COLOURS["flashmla_fp8"], ms=7, label='"standard"')
-    axes.plot(logits, high, "o", color=COLOURS["snapmla"], ms=3.5, label='"high"')
-    axes.axhline(6e-4, color=COLOURS["flashmla_bf16"], lw=1, ls="--")
-    axes.text(logits[-1], 6.4e-4, "6e-4", ha="right", va="bottom", fontsize=8, color=INK)
+    axes.plot(logits, two, "o", color=COLOURS["flashmla_bf16"], ms=3.5, label="two terms of P")
+    axes.plot(logits, high, "o", color=COLOURS["snapmla"], ms=5, label='"high"')
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(logits, [f"{v:g}" for v in logits])
-    axes.set_ylim(4e-4, 1.5e-1)
+    axes.set_ylim(5e-8, 1.5)
     axes.set_xlabel("logit of the token that the query equals, on its rank")
     axes.set_ylabel("relative L2 of the merged output")
     axes.grid(lw=0.5, alpha=0.4)

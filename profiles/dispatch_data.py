@@ -2,10 +2,11 @@
 
     python -m profiles.dispatch_data            # after a new H200 table was committed
 
-Of sparse decode they are ``sparse-cost-*.md`` of an H200 and an H100, a block for each.  Per
-pipeline and row tile it fits ``us = fixed_us + tile_us * (tiles a part walks)`` to the rows of
-the committed tables (least squares of the relative error); the rows themselves go along as measured
-points, which override the model.  Nothing here touches a GPU.
+Of pipeline ``f16`` it is ``logits_cost.md``; of sparse decode they are ``sparse-cost-*.md`` of an
+H200 and an H100, a block for each.  Per pipeline and row tile it fits ``us = fixed_us + tile_us *
+(tiles a part walks)`` to the rows of the committed tables (least squares of the relative error);
+the rows themselves go along as measured points, which override the model.  Nothing here touches a
+GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dsl_kernels.families.formats import FORMATS as COSTED
 from dsl_kernels.families.fp8_decode import FAMILY
 from dsl_kernels.spec import VariantSpec
 from profiles.roofline import FORMATS, card_by_name
+from snapmla.dispatch import parts_of, unit_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiles" / "results"
@@ -33,12 +35,14 @@ OP = FAMILY.op
 DUAL_WG = "snapmla:dual_wg"
 BOTH = ("snapmla", DUAL_WG)  # default options only, so that rows are comparable
 TABLES = ("h200-table", "etap-fig1", "snapmla-fig5", "snapmla-fig6")
+LOGITS, EXACT = "logits_cost", "f16"  # table of a pipeline beside the default, and which
+SHORTEST = 512  # tokens of a sequence there; shorter ones are left whole, which is no line's work
 # Sparse decode: table and card; of each of our columns pipeline, cache format and place.
 SPARSE_TABLES = {"sparse-cost-h200": "H200", "sparse-cost-h100": "H100 SXM"}
 SPARSE_COLUMNS = (("etap", "fp8", 3), ("mix16", "fp8_ds_mla", 8))
 # How calls of those tables were planned: by the least row tile that holds the heads, or the
 # largest; few tokens of several row blocks on 44 parts, others on as many as fill 132 SMs.
-SPARSE_SMS, FEW_BLOCKS, PARTS_OF_FEW = 132, 4, 44
+SMS, FEW_BLOCKS, PARTS_OF_FEW = 132, 4, 44
 BOUND = 0.85  # of the most bytes a time that a column reaches: such rows are no kernel's own time
 LONG = 0.8  # of a call's time is not fixed, where rows tell the rate of reading
 LEAST_FREE = 3  # of the others that tell a line; else all do
@@ -90,7 +94,33 @@ def read_tables() -> tuple[dict[str, str], list[Row]]:
                     entry["us"], entry["mhz"], table,
                 )
             )  # fmt: skip
-    return commits, rows
+    commits[LOGITS], exact = read_logits()
+    return commits, rows + exact
+
+
+def read_logits() -> tuple[str, list[Row]]:
+    """(commit of the table of exact logits, its rows of pipeline ``f16``)."""
+    text = (RESULTS / f"{LOGITS}.md").read_text()
+    rows = []
+    for cells in (line.strip("| ").split(" | ") for line in text.splitlines()):
+        shape = _SHAPE.fullmatch(cells[0])
+        if shape is None:
+            continue
+        batch, seqlen, heads, s_q = map(int, shape.groups())
+        if seqlen < SHORTEST:
+            continue
+        tile, us = int(cells[5]), float(cells[6].split()[0])
+        spec = VariantSpec(op=OP, pipeline=EXACT, row_tile=tile)
+        parts = parts_of(SMS, unit_rows(SMS, heads * s_q, spec), spec)
+        rows.append(Row(EXACT, tile, heads * s_q, batch, seqlen, parts, us, 0.0, LOGITS))
+    return _commit_of(text, LOGITS), rows
+
+
+def _commit_of(text: str, table: str) -> str:
+    """That a page says it was measured at."""
+    found = re.search(r"^- commit ([0-9a-f]{40}),", text, re.M)
+    assert found is not None, table
+    return found[1]
 
 
 def _line(points: list[Row], fixed: float | None = None) -> tuple[float, float]:
@@ -168,14 +198,13 @@ def read_sparse(table: str) -> tuple[str, list[Row]]:
             tile = next((t for t in tiles if t >= heads), tiles[-1])
             blocks, tokens = -(-heads // tile), b * s_q
             few = blocks > 1 and tokens * blocks <= FEW_BLOCKS
-            parts = PARTS_OF_FEW if few else SPARSE_SMS // blocks
+            parts = PARTS_OF_FEW if few else SMS // blocks
             us = float(cells[column])
             rows.append(
                 Row(pipeline, tile, heads, tokens, topk, parts, us, 0.0, table, "sparse_decode")
             )
-    found = re.search(r"^- commit ([0-9a-f]{40}),", text, re.M)
-    assert found is not None and rows, table
-    return found[1], rows
+    assert rows, table
+    return _commit_of(text, table), rows
 
 
 def sparse_block(table: str) -> dict[str, Any]:

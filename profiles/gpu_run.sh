@@ -23,9 +23,7 @@
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
-#   f16                        decode with exact logits beside the default (profiles.logits_cost); before
-#                              pack: python -m codegen build of decode_f16_rR_p64_obf16_sm90a, R of
-#                              16, 32, 64
+#   f16                        decode with exact logits beside the default (profiles.logits_cost)
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
 #                              before pack: python -m codegen build of
 #                              record_decode_mix16_rR_obf16_sm90a and
@@ -57,7 +55,10 @@
 #                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0, math, gather
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
-#                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
+#                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
+#                              times heads of 256 channels alone, beside --also,VARIANT if told; with
+#                              --designs orders of work, before pack also of
+#                              mha_fwd_dD_dbf16_listed_sm90a
 #   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
 #   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
 #                              (profiles.index_cost ARG ARG...)
@@ -68,6 +69,9 @@
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
+#   fidelity-high              accuracy="high" in layers and drift of one small model, which it
+#                              trains first (profiles.fidelity high); before pack: python -m codegen
+#                              build decode_etap_r32_p64_obf16_pt2_sm90a
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it; VLLM_PACKED=DIR is another folder),
 #                              where no vLLM is installed
@@ -320,6 +324,12 @@ run_part() {
             [ -d build/fidelity/results ] && cp -r build/fidelity/results "$work/fidelity"
             [ "$code" -eq 3 ] && code=0 # more to run: no failure
             return "$code"
+            ;;
+        fidelity-high)
+            timeout -k 10 "$seconds" "$python" -m profiles.fidelity high --out "$work" \
+                --work build/fidelity-high --limit $((seconds - 120)) 2>&1 |
+                tee "$work/fidelity-high.log"
+            return "${PIPESTATUS[0]}"
             ;;
         engine)
             engine_site || return 1

@@ -1,4 +1,5 @@
-"""What exact logits cost: decode of an FP8 cache by pipeline ``f16`` beside the default, one GPU.
+"""What exact logits cost: decode of an FP8 cache with ``accuracy="high"``, pipeline ``f16``, beside
+the default, dense and sparse, on one GPU.
 
     python -m profiles.logits_cost --out profiles/results
 
@@ -9,8 +10,9 @@ sequence's results are compared with fp64 before anything is timed.  A cache of 
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,28 +29,40 @@ from profiles import page, timing
 from profiles.machine import machine
 from profiles.mha_cost import in_turn, ratio, spread
 from profiles.shapes import DecodeShape
-from snapmla.testing import selfcheck
+from snapmla.sparse.plan import sparse_spec
+from snapmla.testing import comparison, selfcheck
+from snapmla.testing.sparse_reference import sparse_decode_reference
 
 PAGE, SCALE = 64, 192**-0.5
 SHAPES = (
     DecodeShape(32, 16384, 16), DecodeShape(32, 16384, 32), DecodeShape(32, 16384, 64),
     DecodeShape(32, 16384, 128), DecodeShape(16, 1024, 16), DecodeShape(16, 65536, 16),
     DecodeShape(1, 131072, 16), DecodeShape(32, 16384, 64, s_q=2), DecodeShape(64, 4096, 128),
+    DecodeShape(64, 256, 16), DecodeShape(32, 256, 64), DecodeShape(24, 256, 128),
 )  # fmt: skip
 COLUMNS = (
     "shape", "default: rows", "µs", "rel. L2", "LSE error", "f16: rows", "µs", "rel. L2",
     "LSE error", "time ratio",
 )  # fmt: skip
+TOPK, POOL = 2048, 4096  # entries of a list; pages that lists name tokens of
+LISTS = ((128, 16), (128, 32), (128, 64), (128, 128), (2, 128))  # query tokens, heads
+CONTENDERS = {"default": "standard", "f16": "high"}
+
+
+def filled(pages: int, device: torch.device) -> snapmla.PagedKVCache:
+    """A cache of random tokens."""
+    cache = snapmla.PagedKVCache.allocate(pages, PAGE, device=device)
+    for slots in torch.arange(cache.num_slots, device=device).split(1 << 17):
+        x = torch.randn(len(slots), 576, device=device).bfloat16()
+        snapmla.append_kv(cache, x[:, :512], x[:, 512:], slots)
+    return cache
 
 
 def problem(shape: DecodeShape, device: torch.device) -> tuple[Any, ...]:
     """(query, cache, block_table, lengths), random."""
     lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=device)
     width = -(-shape.seqlen // PAGE)
-    cache = snapmla.PagedKVCache.allocate(shape.batch * width, PAGE, device=device)
-    for slots in torch.arange(cache.num_slots, device=device).split(1 << 17):
-        x = torch.randn(len(slots), 576, device=device).bfloat16()
-        snapmla.append_kv(cache, x[:, :512], x[:, 512:], slots)
+    cache = filled(shape.batch * width, device)
     pages = torch.randperm(shape.batch * width, device=device).int()
     y = torch.randn(shape.batch, shape.s_q, shape.num_heads, 576, device=device).bfloat16()
     query = snapmla.quantize_q(y[..., :512], y[..., 512:])
@@ -61,10 +75,11 @@ def row(shape: DecodeShape, device: torch.device, seed: int) -> str:
     query, cache, table, lengths = problem(shape, device)
     calls: dict[str, Callable[[], Any]] = {}
     tiles, errors = {}, {}
-    for name, wish in (("default", {}), ("f16", {"pipeline": "f16"})):
+    for name, accuracy in CONTENDERS.items():
         plan = snapmla.plan_decode(
-            lengths, shape.num_heads, shape.s_q, page_size=PAGE, max_pages=table.shape[1], **wish
-        )
+            lengths, shape.num_heads, shape.s_q, page_size=PAGE, max_pages=table.shape[1],
+            accuracy=accuracy,
+        )  # fmt: skip
         rows = (shape.batch, shape.s_q, shape.num_heads)
         out = torch.empty(*rows, 512, dtype=torch.bfloat16, device=device)
         lse = torch.empty(rows[0], rows[2], rows[1], device=device)
@@ -81,6 +96,51 @@ def row(shape: DecodeShape, device: torch.device, seed: int) -> str:
         if not found.right:
             raise SystemExit(f"{shape.label}, {name}: {found}")
         calls[name], tiles[name], errors[name] = call, plan.row_tile, found
+    return _line(shape.label, calls, tiles, errors, seed)
+
+
+def sparse_row(
+    tokens: int, heads: int, cache: snapmla.PagedKVCache, device: torch.device, seed: int
+) -> str:
+    """The same of lists: each query token names ``TOPK`` tokens of the pool."""
+    y = torch.randn(tokens, 1, heads, 576, device=device).bfloat16()
+    query = snapmla.quantize_q(y[..., :512], y[..., 512:])
+    named = torch.randint(cache.num_slots, (tokens, 1, TOPK), device=device, dtype=torch.int32)
+    run = functools.partial(
+        sparse_decode_reference, query.nope[-1], query.rope[-1], query.scale[-1], cache.content,
+        cache.rope, cache.named_tensors["scale"], named[-1], torch.tensor([TOPK]), SCALE,
+    )  # fmt: skip
+    calls: dict[str, Callable[[], Any]] = {}
+    tiles, errors, label = {}, {}, f"sparse_t{tokens}_k{TOPK}_h{heads}"
+    for name, accuracy in CONTENDERS.items():
+        plan = snapmla.plan_sparse_decode(
+            heads, 1, topk=TOPK, batch=tokens, device=device, accuracy=accuracy
+        )
+        out = torch.full_like(y[..., :512], torch.nan)
+        lse = torch.full((tokens, heads, 1), torch.nan, device=device)
+
+        def call(plan: Any = plan, out: torch.Tensor = out, lse: torch.Tensor = lse) -> None:
+            snapmla.decode(
+                query, cache, indices=named, softmax_scale=SCALE, plan=plan, out=out, lse=lse
+            )
+
+        call()
+        spec = sparse_spec("sm_90a", plan.row_tile, "bf16", pipeline=plan.pipeline)
+        found = comparison.errors_of(run, out[-1], lse[-1], comparison.mimic_of(spec))
+        if not found.right:
+            raise SystemExit(f"{label}, {name}: {found}")
+        calls[name], tiles[name], errors[name] = call, plan.row_tile, found
+    return _line(label, calls, tiles, errors, seed)
+
+
+def _line(
+    label: str,
+    calls: dict[str, Callable[[], Any]],
+    tiles: dict[str, int],
+    errors: dict[str, selfcheck.DecodeErrors],
+    seed: int,
+) -> str:
+    """Times the calls in turn."""
     times = in_turn(calls, seed)
     cells = [
         f"{tiles[name]} | {spread(times[name])} | {errors[name].error:.1e} | "
@@ -88,7 +148,16 @@ def row(shape: DecodeShape, device: torch.device, seed: int) -> str:
         for name in calls
     ]
     slower = ratio(times["default"], times["f16"])
-    return f"| {shape.label} | {' | '.join(cells)} | {slower:.2f} |"
+    return f"| {label} | {' | '.join(cells)} | {slower:.2f} |"
+
+
+def rows(device: torch.device, seed: int) -> Iterator[str]:
+    """Lines of the table: dense decode, then sparse."""
+    for shape in SHAPES:
+        yield row(shape, device, seed)
+    pool = filled(POOL, device)
+    for tokens, heads in LISTS:
+        yield sparse_row(tokens, heads, pool, device, seed)
 
 
 def main(
@@ -104,8 +173,7 @@ def main(
         "the median (middle half) of rounds in random order; a ratio is the median of a round's",
     )  # fmt: skip
     with torch.inference_mode():
-        rows = (row(shape, device, seed) for shape in SHAPES)
-        page.write_rows(out / "logits_cost.md", head, COLUMNS, rows)
+        page.write_rows(out / "logits_cost.md", head, COLUMNS, rows(device, seed))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Dense prefill beside FlashAttention-3 and cuDNN, on one GPU; and a chunk with kv_b_proj.
 
     python -m profiles.mha_cost --peers DIR --out profiles/results
+    python -m profiles.mha_cost --peers DIR --designs      orders of work instead (mha_designs.py)
+    python -m profiles.mha_cost --peers DIR --d-qk 256 --also mha_fwd_d256_dbf16_q4_sm90a
 
 At these sizes a card sits at its power limit, whose memory is some 20 ms long: what stands behind a
 slower contender reads too fast.  So every round takes the contenders in another order, each warms
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -28,10 +30,14 @@ import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from codegen.artifacts import write_atomic
-from profiles import page, timing
+from dsl_kernels.mha_list import VALUES, WIDTHS
+from dsl_kernels.spec import VariantSpec
+from profiles import mha_designs, page, timing
 from profiles.machine import machine
 from profiles.peer_libraries import FlashAttention3
+from snapmla import runtime
 from snapmla.mha import mha_prefill, workspace_size
+from snapmla.plan import sm_count
 from snapmla.testing import metrics
 
 Tensor = torch.Tensor
@@ -65,6 +71,10 @@ class Shape:
         return self.heads // (self.kv_heads or self.heads)
 
     @property
+    def d_v(self) -> int:
+        return VALUES[self.d_qk]
+
+    @property
     def pairs(self) -> int:
         """(query, key) pairs that are seen, of one head."""
         total = 0
@@ -78,7 +88,7 @@ class Shape:
     @property
     def flop(self) -> float:
         """Of both products."""
-        return 2.0 * self.pairs * self.heads * (self.d_qk + 128)
+        return 2.0 * self.pairs * self.heads * (self.d_qk + self.d_v)
 
 
 def even(
@@ -102,6 +112,15 @@ SHAPES = (
     even("2 x 8192", 2, 8192, 32, 192, True, 1.0, kv_heads=4),
     even("1 x 2048", 1, 2048, 16, 192, True, 1.1),
     even("1 x 512", 1, 512, 16, 192, True, 1.1),
+    # heads of GLM-5 (64), of which 32 are what a rank of two has, and of GLM-4.7-Flash (20)
+    even("2 x 8192", 2, 8192, 64, 256, True, 0.92),
+    even("2 x 8192", 2, 8192, 64, 256, False, 0.92),
+    even("2 x 8192", 2, 8192, 32, 256, True, 0.92),
+    even("2 x 4096", 2, 4096, 64, 256, True, 0.92),
+    Shape("ragged 512..8192", RAGGED, RAGGED, 64, 256, True, 0.92),
+    Shape("chunk 2048 of 32768", (2048,), (32768,), 64, 256, True, 0.92),
+    even("2 x 8192", 2, 8192, 32, 256, False, 0.92, kv_heads=4),
+    even("1 x 2048", 1, 2048, 20, 256, True, 0.92),
 )
 CHUNKS = ((128, 1.10, 1.04), (16, 1.12, 1.05))  # heads; gates with torch's copies, with good ones
 
@@ -133,8 +152,8 @@ class Problem:
         q, k, v, out = (
             torch.randn(n, h, width, device=device).bfloat16()
             for n, h, width in (
-                (t_q, shape.heads, shape.d_qk), (t_k, kv_heads, shape.d_qk), (t_k, kv_heads, 128),
-                (t_q, shape.heads, 128),
+                (t_q, shape.heads, shape.d_qk), (t_k, kv_heads, shape.d_qk),
+                (t_k, kv_heads, shape.d_v), (t_q, shape.heads, shape.d_v),
             )
         )  # fmt: skip
         words = workspace_size(t_q, len(shape.lq))
@@ -150,6 +169,30 @@ class Problem:
             self.q, self.k, self.v, self.cu_q, self.cu_k, max(self.shape.lq), max(self.shape.lk),
             causal=self.shape.causal, out=self.out, lse=self.lse, workspace=self.workspace,
         )  # fmt: skip
+
+    def build(self, name: str) -> Call:
+        """Another build of the kernel, list of work included; Raises ValueError if it is of other
+        heads."""
+        spec = VariantSpec.from_name(name)
+        if spec.d_qk != self.shape.d_qk or spec.keys != "whole":
+            raise ValueError(f"--also {name}: not of {self.shape.d_qk} channels, keys whole")
+        device = self.q.device
+        items = runtime.kernel(VariantSpec(op="mha_items"), device.type)
+        attend = runtime.kernel(spec, device.type)
+        ks = self.k.split(WIDTHS[spec.d_qk], -1)
+        tables, causal = (self.cu_q, self.cu_k), int(self.shape.causal)
+        out, lse = torch.empty_like(self.out), torch.empty_like(self.lse)
+        scale, longest = self.shape.d_qk**-0.5, max(self.shape.lk)
+
+        def call() -> tuple[Tensor, Tensor]:
+            items(*tables, self.workspace, causal, longest)
+            attend(
+                self.q, *ks, self.v, *tables, self.workspace, out, lse, scale, causal,
+                sm_count(device),
+            )  # fmt: skip
+            return out, lse
+
+        return call
 
     def fa3(self) -> Call:
         """FlashAttention-3's varlen forward, as vLLM's library has it."""
@@ -239,29 +282,50 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return median(b / a for a, b in zip(ours, theirs))
 
 
-def row(shape: Shape, device: torch.device, seed: int) -> str:
-    """One line of the first table."""
+def row(shape: Shape, device: torch.device, seed: int, also: tuple[str, ...] = ()) -> str:
+    """One line of the first table; other builds of the kernel stand behind it in a row each."""
     problem = Problem.draw(shape, device)
     want, want_lse = problem.fa3()()[:2]
     problem.ours()()
     error = compare(problem.out, problem.lse, want, want_lse)
     calls = {"ours": problem.ours(), "fa3": problem.fa3()}
     cudnn = problem.cudnn()
-    if cudnn is not None:
+    if cudnn is not None and taken(cudnn):
         calls["cudnn"] = cudnn
+    errors = {}
+    for name in also:
+        calls[name] = problem.build(name)
+        errors[name] = compare(*calls[name](), want, want_lse)
     found = in_turn(calls, seed)
     tflops = shape.flop / median(found["ours"]) * 1e-6
     to_fa3 = ratio(found["ours"], found["fa3"])
-    to_cudnn = f"{ratio(found['ours'], found['cudnn']):.3f}" if cudnn is not None else "–"
+    to_cudnn = f"{ratio(found['ours'], found['cudnn']):.3f}" if "cudnn" in found else "–"
     verdict = "met" if to_fa3 >= 0.99 * shape.gate else "missed"
     heads = f"{shape.heads}/{shape.kv_heads or shape.heads}"
     kind = "causal" if shape.causal else "full"
-    cudnn_text = spread(found["cudnn"]) if cudnn is not None else "–"
+    cudnn_text = spread(found["cudnn"]) if "cudnn" in found else "–"
+    more = [
+        f"\n| {name} | | | | {spread(found[name])} | {shape.flop / median(found[name]) * 1e-6:.0f} "
+        f"| | {ratio(found[name], found['fa3']):.3f} | to ours "
+        f"{ratio(found[name], found['ours']):.3f} | | | {errors[name]:.1e} |"
+        for name in also
+    ]
     return (
         f"| {shape.label} | {heads} | {shape.d_qk} | {kind} | {spread(found['ours'])} | "
         f"{tflops:.0f} | {spread(found['fa3'])} | {to_fa3:.3f} | {shape.gate} {verdict} | "
         f"{cudnn_text} | {to_cudnn} | {error:.1e} |"
-    )
+    ) + "".join(more)
+
+
+def taken(call: Call) -> bool:
+    """Whether cuDNN has a kernel for a call."""
+    try:
+        call()
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        return False
+    return True
 
 
 def chunk(heads: int, gates: tuple[float, float], device: torch.device, seed: int) -> str:
@@ -316,6 +380,28 @@ def chunk(heads: int, gates: tuple[float, float], device: torch.device, seed: in
     return f"| {heads} | {cells} | {ratios} | {error:.1e} |"
 
 
+def designs(shape: Shape, device: torch.device, seed: int) -> str:
+    """One line of the table of orders: the library's time and FA3's, then each order's."""
+    problem = Problem.draw(shape, device)
+    want, want_lse = problem.fa3()()[:2]
+    calls = {"ours": problem.ours(), **dict(mha_designs.contenders(problem))}
+    for call in calls.values():
+        problem.out.fill_(float("nan"))
+        problem.lse.fill_(float("nan"))
+        call()
+        compare(problem.out, problem.lse, want, want_lse)
+    found = in_turn({"fa3": problem.fa3(), **calls}, seed)
+    cells = [
+        f"{median(found[name]):.1f} ({ratio(found[name], found['fa3']):.3f})" for name in calls
+    ]
+    heads = f"{shape.heads}/{shape.kv_heads or shape.heads}"
+    kind = "causal" if shape.causal else "full"
+    return (
+        f"| {shape.label} | {heads} | {shape.d_qk} | {kind} | {shape.gate} | "
+        f"{spread(found['fa3'])} | {' | '.join(cells)} |"
+    )
+
+
 def gemm(device: torch.device) -> str:
     """cuBLAS at 8192 x 8192 x 8192, TFLOP/s."""
     n = 8192
@@ -325,40 +411,73 @@ def gemm(device: torch.device) -> str:
     return f"cuBLAS, bfloat16, {n} cubed: {2.0 * n**3 / median(found) * 1e-6:.0f} TFLOP/s"
 
 
+def table(
+    shapes: Sequence[Shape], device: torch.device, seed: int, also: tuple[str, ...], chunks: bool
+) -> Iterator[str]:
+    """Prompts, beside other builds; and chunks with kv_b_proj."""
+    yield (
+        "| prompts | heads | d_qk | mask | snapmla µs | TFLOP/s | FA3 µs | ratio | gate | cuDNN µs "
+        "| ratio | to FA3 |"
+    )
+    yield "|---" * 12 + "|"
+    for shape in shapes:
+        yield row(shape, device, seed, also)
+    if not chunks:
+        return
+    yield ""
+    yield (
+        "A chunk of 2048 queries over 32768 fetched tokens, 192/128, full; µs. `ideal` is a "
+        "contiguous copy of K's bytes, the best that a concatenation could be."
+    )
+    yield ""
+    yield (
+        "| heads | kv_b_proj | concatenation | ideal | FA3 | snapmla, RoPE apart | kv_b_proj + "
+        "concatenation + FA3 | kv_b_proj + ideal + FA3 | kv_b_proj + snapmla | ratio (gate) "
+        "| ratio to ideal (gate) | to FA3 |"
+    )
+    yield "|---" * 12 + "|"
+    for heads, *gates in CHUNKS:
+        yield chunk(int(heads), (gates[0], gates[1]), device, seed)
+
+
+def designs_table(shapes: Sequence[Shape], device: torch.device, seed: int) -> Iterator[str]:
+    """Orders of work: sections of so many heads, the last of so many."""
+    names = [order.label for order in mha_designs.ORDERS]
+    yield f"| prompts | heads | d_qk | mask | gate | FA3 µs | library | {' | '.join(names)} |"
+    yield "|---" * (7 + len(names)) + "|"
+    for shape in shapes:
+        yield designs(shape, device, seed)
+
+
 def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashAttention-3's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     first: Annotated[int, typer.Option(help="Shapes to time, the first ones.")] = 99,
     seed: Annotated[int, typer.Option(help="Of the order of contenders.")] = 0,
+    orders: Annotated[
+        bool, typer.Option("--designs", help="Orders of work, to mha_designs.md; nothing else.")
+    ] = False,
+    d_qk: Annotated[int, typer.Option(help="Shapes of such heads alone, and no chunk.")] = 0,
+    also: Annotated[
+        list[str] | None, typer.Option(help="Other builds of that kernel, in turn with it.")
+    ] = None,
 ) -> None:
     """Times the shapes and writes ``mha_cost.md``."""
     FlashAttention3("fa3", peers).load()
     device = torch.device("cuda")
     facts = machine(device, timing.Nvml())
     torch.manual_seed(0)
+    lines, shapes = [], [shape for shape in SHAPES if d_qk in (0, shape.d_qk)]
     with torch.inference_mode():
         before = gemm(device)
-        lines = [
-            "| prompts | heads | d_qk | mask | snapmla µs | TFLOP/s | FA3 µs | ratio | gate "
-            "| cuDNN µs | ratio | to FA3 |",
-            "|---" * 12 + "|",
-        ]
-        for shape in SHAPES[:first]:
-            lines.append(row(shape, device, seed))
-            typer.echo(lines[-1])
-            torch.cuda.empty_cache()
-        lines += [
-            "",
-            "A chunk of 2048 queries over 32768 fetched tokens, 192/128, full; µs. `ideal` is a "
-            "contiguous copy of K's bytes, the best that a concatenation could be.", "",
-            "| heads | kv_b_proj | concatenation | ideal | FA3 | snapmla, RoPE apart | kv_b_proj + "
-            "concatenation + FA3 | kv_b_proj + ideal + FA3 | kv_b_proj + snapmla | ratio (gate) "
-            "| ratio to ideal (gate) | to FA3 |",
-            "|---" * 12 + "|",
-        ]  # fmt: skip
-        for heads, *gates in CHUNKS:
-            lines.append(chunk(int(heads), (gates[0], gates[1]), device, seed))
-            typer.echo(lines[-1])
+        if orders:
+            shapes = [shape for shape in shapes if shape.d_qk in mha_designs.WIDTHS]
+            made = designs_table(shapes[:first], device, seed)
+        else:
+            made = table(shapes[:first], device, seed, tuple(also or ()), not d_qk)
+        for line in made:
+            lines.append(line)
+            typer.echo(line)
             torch.cuda.empty_cache()
         after = gemm(device)
     head = page.head(
@@ -367,7 +486,8 @@ def main(
         f"median (middle half) of {ROUNDS} rounds, contenders in random order in each; ratios of "
         "speed are the median of the rounds' own; a ratio within 1 % under its gate counts as met",
     )  # fmt: skip
-    write_atomic(out / "mha_cost.md", "\n".join([*head, *lines]) + "\n")
+    name = "mha_designs.md" if orders else "mha_cost.md"
+    write_atomic(out / name, "\n".join([*head, *lines]) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,8 +65,6 @@ CONVERTED = (
 )  # fmt: skip
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {
-    # the name of its file is SM90's too, so the comment on its line is not looked at
-    "decode_pair_*_sm100a": ("1 x bar.warp.sync in softmax_role.py",),
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
@@ -92,16 +90,18 @@ EXPLAINED_OF = {
 # Variants that are built when they are asked for, not by default: studied all the same.
 ASKED = (
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
+    "mha_fwd_d256_dbf16_sm90a", "mha_merge_obf16_v256_sm90a",
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
     "append_index_k_xbf16_ii64_hd1_sm90a", "sparse_prefill_r64_d576_indexer_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
     "append_kv_xbf16_ii32_kvfp8_v41_planar_sm90a", "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a",
     "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
-    "decode_f16_r16_p64_obf16_sm90a", "decode_f16_r64_p64_obf16_sm90a",
-    "sparse_decode_f16_r16_obf16_sm90a", "sparse_decode_f16_r64_obf16_sm90a",
+    "decode_etap_r16_p64_obf16_pt2_sm90a", "sparse_decode_etap_r16_obf16_pt2_sm90a",
     "record_decode_mix16_r16_obf16_sm90a", "record_decode_mix16_r64_obf16_sm90a",
 )  # fmt: skip
+# Of the matrix, studied beside the variant that stands for their kernel: K is one tensor there.
+BESIDE = ("mha_fwd_d128_df16_sm90a",)
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
 STAND_INS = ("select_topk",)
@@ -194,9 +194,9 @@ def steps() -> list[Step]:
     chosen = [spec for spec in chosen if spec.op not in STAND_INS]
     found += [_schedules(spec) for spec in chosen]
     found += [_schedules(spec, FEW) for spec in decodes if spec not in chosen]
-    studied = _families(chosen, apart=("p_terms",))
+    studied = _families(chosen)
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
-    asked = [VariantSpec.from_name(name) for name in ASKED]
+    asked = [VariantSpec.from_name(name) for name in (*ASKED, *BESIDE)]
     found += [_schedules(spec) for spec in asked] + [_mutants(spec) for spec in asked]
     found += [_sample(name, k + 1, blackwell) for name in SAMPLES for k in range(SAMPLES[name][1])]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
@@ -205,12 +205,12 @@ def steps() -> list[Step]:
     return [*found, _rehearsal()]
 
 
-def _families(specs: Iterable[VariantSpec], apart: Sequence[str] = ()) -> list[list[VariantSpec]]:
-    """Variants of one kernel and row tile; also of one value of the axes ``apart``."""
+def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:
+    """Variants of one kernel and row tile."""
     found: dict[tuple[object, ...], list[VariantSpec]] = {}
     for spec in specs:
         values = dict(spec.values)
-        key = (spec.arch, spec.op, *map(values.get, ("pipeline", "row_tile", *apart)))
+        key = (spec.arch, spec.op, *map(values.get, ("pipeline", "row_tile")))
         found.setdefault(key, []).append(spec)
     return list(found.values())
 
@@ -290,7 +290,8 @@ def _tests(path: str, every: list[VariantSpec]) -> Step:
 def _rehearsal() -> Step:
     """Of the accuracy study; the variants are those that it decodes with."""
     names = ("append_kv_xbf16_ii32", "quantize_q_xbf16_token_head", "plan_decode",
-             "decode_etap_r32_p64_obf16")  # fmt: skip
+             "decode_etap_r32_p64_obf16", "decode_etap_r32_p64_obf16_pt2",
+             "decode_f16_r32_p64_obf16")  # fmt: skip
     specs = [VariantSpec.from_name(f"{name}_sm90a") for name in names]
     command = ("-m", "profiles.fidelity", "rehearse")
     mine = ("fidelity", "contenders.py", "decode_row.py", "peer_libraries.py")

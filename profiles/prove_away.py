@@ -6,9 +6,9 @@
 
 Steps ``schedules``, ``mutants`` and ``sample`` take compiled objects as they lie: ``pack`` takes
 along those that are built from the sources as they are, with their steps' keys.  ``run`` deals out
-a step of 100 schedules in shares, begins what took longest last time first, and drops what has not
-ended in time.  ``take`` believes an outcome whose key is still the step's: sources, objects and the
-checks' own code are those that ran.
+a step's 100 schedules, and its mutants, in shares, begins what took longest last time first, and
+drops what has not ended in time.  ``take`` believes an outcome whose key is still the step's:
+sources, objects and the checks' own code are those that ran.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import fnmatch
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,8 @@ from profiles import prove
 
 PACKED = ROOT / "build" / "carry" / "prove.tar.xz"
 KINDS = ("schedules", "mutants", "sample")
-SHARES = 4  # of a step's schedules
+SHARES = 4  # of a step's schedules, and of its mutants
+KILLED = re.compile(r"(\S+: )(\d+) of (\d+) mutants killed \(\d+ %\)(.*)")
 SUFFIXES = ("o", "ptx", "json")  # what the software GPU reads of a variant
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -67,8 +69,11 @@ class Ended:
 
 
 def shares(step: prove.Step) -> list[Share]:
-    """A step's command, its schedules dealt out; builds are left out."""
+    """A step's command, its schedules or mutants dealt out; builds are left out."""
     (command,) = [c for c in step.commands if c[1] != "codegen"]
+    if step.kind == "mutants":
+        parts = [(*command, "--part", f"{i + 1}/{SHARES}") for i in range(SHARES)]
+        return [Share(step.name, step.key, part, SHARES) for part in parts]
     if step.kind != "schedules":
         return [Share(step.name, step.key, command)]
     at = command.index("--seeds") + 1
@@ -167,9 +172,21 @@ def outcome(ended: Sequence[Ended], at: str) -> prove.Outcome:
         message = said + bad[0].output[-prove.SAID :]
     else:
         lines = [(e.output.splitlines() or [""])[-1].strip("= ") for e in ended]
-        message = lines[-1] if len(lines) == 1 else f"{lines[-1]} ({len(lines)} such shares)"
+        message = _together(lines)
     cpu = round(sum(e.cpu_seconds for e in ended), 2)
     return prove.Outcome(first.name, first.key, not bad, at, cpu, message, now)
+
+
+def _together(lines: Sequence[str]) -> str:
+    """What shares said, each in a line: the last of them, or the sum of counted mutants."""
+    if len(lines) == 1:
+        return lines[0]
+    counted = [match for line in lines if (match := KILLED.fullmatch(line))]
+    if len(counted) < len(lines):
+        return f"{lines[-1]} ({len(lines)} such shares)"
+    killed, studied = (sum(int(match[i]) for match in counted) for i in (2, 3))
+    name, rest, percent = counted[0][1], counted[0][4], 100 * killed / max(studied, 1)
+    return f"{name}{killed} of {studied} mutants killed ({percent:.0f} %){rest}"
 
 
 def complete(found: Iterable[Ended], at: str) -> list[prove.Outcome]:

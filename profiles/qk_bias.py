@@ -3,7 +3,8 @@
     python -m profiles.qk_bias                     # on a GPU
     python -m profiles.qk_bias --device cpu        # anywhere: on the software GPU, in a minute
 
-Truth is float64 on the stored bytes; results are fp32.  Four tables: two tokens of one logit, of
+Truth is float64 on the stored bytes; results are fp32, of the default kernel, of it with two terms
+of P, and of exact logits (``accuracy="high"``).  Four tables: two tokens of one logit, of
 which the query equals one; by the spread of random logits; bias and bound by what a query that
 equals a key looks like; two context-parallel ranks, one token each, merged.
 """
@@ -32,7 +33,10 @@ from snapmla.testing.aligned import Aligned
 from snapmla.testing.qk_bounds import lse_bounds
 
 NAME = "qk-bias"
-ACCURACIES = ("standard", "high")
+# Options of plans; the first two have the same logits, and LSE, bit for bit.
+CONTENDERS: dict[str, dict[str, str]] = {
+    "standard": {}, "two": {"accuracy": "high", "pipeline": "etap"}, "high": {"accuracy": "high"},
+}  # fmt: skip
 PAIR_LOGITS = (0.5, 3.9, 9.7, 19.4, 38.8)
 SPREADS, SPREAD_TOKENS, HEADS = (0.02, 1.0, 3.0, 10.0, 20.0), 1024, 16
 PATTERN_LOGIT, PATTERN_ROWS = 40.0, 64
@@ -41,14 +45,14 @@ Row = dict[str, Any]
 
 
 def _errors(step: Aligned) -> Row:
-    """Relative L2 by accuracy, and LSE's error of largest magnitude with its sign."""
+    """Relative L2 by contender, and LSE's error of largest magnitude with its sign."""
     truth, truth_lse = step.truth()
-    row: Row = {}
-    for accuracy in ACCURACIES:
-        out, lse = step.decoded(step.plan(accuracy=accuracy), torch.float32)
-        row[accuracy] = metrics.relative_l2(out, truth)
+    row: Row = {"lse_error": {}}
+    for name, options in CONTENDERS.items():
+        out, lse = step.decoded(step.plan(**options), torch.float32)
+        row[name] = metrics.relative_l2(out, truth)
         off = (lse.double() - truth_lse).flatten()
-        row["lse_error"] = float(off[off.abs().argmax()])  # of either: the same bits
+        row["lse_error"][name] = float(off[off.abs().argmax()])
     low, high = lse_bounds(*step.stored)
     row["lse_bound"] = [float(low.min()), float(high.max())]
     return row
@@ -59,8 +63,11 @@ def pairs(device: torch.device) -> list[Row]:
     rows = []
     for logit in PAIR_LOGITS:
         step = aligned.two_of_one_logit(logit, HEADS, device)
-        out, _ = step.decoded(step.plan(accuracy="high"), torch.float32)
-        rows.append({"logit": logit, "weight": first_weight(step, out), **_errors(step)})
+        weights = {
+            name: first_weight(step, step.decoded(step.plan(**CONTENDERS[name]), torch.float32)[0])
+            for name in ("two", "high")
+        }
+        rows.append({"logit": logit, "weight": weights, **_errors(step)})
     return rows
 
 
@@ -109,16 +116,16 @@ def merged(device: torch.device) -> list[Row]:
         both = aligned.two_of_one_logit(logit, HEADS, device)
         truth, _ = both.truth()
         ranks = [both.only(token) for token in range(2)]
-        row: Row = {"logit": logit}
-        for accuracy in ACCURACIES:
-            parts = [r.decoded(r.plan(accuracy=accuracy), torch.float32) for r in ranks]
+        row: Row = {"logit": logit, "bias": {}}
+        for name, options in CONTENDERS.items():
+            parts = [r.decoded(r.plan(**options), torch.float32) for r in ranks]
             out, _ = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
-            row[accuracy] = metrics.relative_l2(out, truth)
-        biases = [
-            float((lse.double() - r.truth()[1]).flatten()[0])
-            for r, (_, lse) in zip(ranks, parts, strict=True)
-        ]
-        rows.append({**row, "bias": biases})
+            row[name] = metrics.relative_l2(out, truth)
+            row["bias"][name] = [
+                float((lse.double() - r.truth()[1]).flatten()[0])
+                for r, (_, lse) in zip(ranks, parts, strict=True)
+            ]
+        rows.append(row)
     return rows
 
 
@@ -127,29 +134,34 @@ def merged(device: torch.device) -> list[Row]:
 
 def pair_lines(rows: list[Row]) -> list[str]:
     lines = [
-        "| logits of both | exact weight | kernel's | rel. L2, standard | rel. L2, high"
-        " | LSE error |",
-        "|---|---|---|---|---|---|",
+        "| logits of both | weight (exact 0.5), two terms | high | rel. L2, standard | two terms"
+        " | high | LSE error, standard | high |",
+        "|---" * 8 + "|",
     ]
     for r in rows:
         lines.append(
-            f"| {r['logit']:g} | 0.5000 | {r['weight']:.4f} | {r['standard']:.1e} |"
-            f" {r['high']:.1e} | {r['lse_error']:+.1e} |"
+            f"| {r['logit']:g} | {r['weight']['two']:.4f} | {r['weight']['high']:.5f} |"
+            f"{_errors_of(r)}"
         )
     return lines
 
 
 def spread_lines(rows: list[Row]) -> list[str]:
     lines = [
-        "| logit std | largest logit | rel. L2, standard | rel. L2, high | LSE error, largest |",
-        "|---|---|---|---|---|",
+        "| logit std | largest logit | rel. L2, standard | two terms | high"
+        " | LSE error, standard | high |",
+        "|---" * 7 + "|",
     ]
     for r in rows:
-        lines.append(
-            f"| {r['deviation']:g} | {r['largest']:.2g} | {r['standard']:.1e} | {r['high']:.1e} |"
-            f" {r['lse_error']:+.1e} |"
-        )
+        lines.append(f"| {r['deviation']:g} | {r['largest']:.2g} |{_errors_of(r)}")
     return lines
+
+
+def _errors_of(r: Row) -> str:
+    """Cells of a row's errors; of LSE the largest."""
+    lse = r["lse_error"]
+    cells = [f"{r[name]:.1e}" for name in CONTENDERS]
+    return f" {' | '.join(cells)} | {lse['standard']:+.1e} | {lse['high']:+.1e} |"
 
 
 def pattern_lines(rows: list[Row]) -> list[str]:
@@ -175,15 +187,14 @@ def pattern_lines(rows: list[Row]) -> list[str]:
 
 def merge_lines(rows: list[Row]) -> list[str]:
     lines = [
-        "| logit | LSE error of the matching rank, of the other | merged: rel. L2, standard"
-        " | high |",
-        "|---|---|---|---|",
+        "| logit | LSE error of the matching rank, of the other, standard | high"
+        " | merged: rel. L2, standard | two terms | high |",
+        "|---" * 6 + "|",
     ]
     for r in rows:
-        a, b = r["bias"]
-        lines.append(
-            f"| {r['logit']:g} | {a:+.1e}, {b:+.1e} | {r['standard']:.1e} | {r['high']:.1e} |"
-        )
+        biases = " | ".join("{:+.1e}, {:+.1e}".format(*r["bias"][n]) for n in ("standard", "high"))
+        errors = " | ".join(f"{r[name]:.1e}" for name in CONTENDERS)
+        lines.append(f"| {r['logit']:g} | {biases} | {errors} |")
     return lines
 
 

@@ -168,7 +168,7 @@ def design_rows(shape: Shape, device: torch.device, seed: int) -> list[str]:
         else:
             errors[name] = f"{made.error(calls[name]()):.1e}"
     found = in_turn(calls, seed)
-    variant_of(device, 16, 1, "fp8").kernels.clear()
+    variant_of(device, "etap", 16, 1, "fp8").kernels.clear()
     return [
         f"| {name} | {spread(found[name])} | "
         f"{shape.cycles(median(found[name]), sms):.0f} | "

@@ -107,9 +107,9 @@ def plan_decode(
 
     Sequences are cut to share the work out evenly, or left whole where merging pieces would take
     longer than they save (by measured times, for the batch as a whole, of up to 512 units of query
-    rows).  Long fp16 sums would show in results: where a sequence of an fp16 cache has more than
-    16384 tokens, parts with more than that sum them in two to four items, and the workspace may be
-    4 times as large.
+    rows).  Long sums of 16-bit products would show in results: where a sequence of an fp16 cache,
+    or with high accuracy, has more than 16384 tokens, parts with more than that sum them in two to
+    four items, and the workspace may be 4 times as large.
 
     Args:
         cache_seqlens: int32 (b,), tokens in the cache per sequence, the new ones included.
@@ -129,8 +129,8 @@ def plan_decode(
         causal: leave out tiles that the causal rule hides from all rows of a unit.  Such a plan is
             for ``decode(causal=True)``; one with ``causal=False`` serves both.
         num_parts: None fills the device.
-        pipeline: ``etap`` or ``dual_wg``, of a 16-bit cache ``split``, of bytes ``mix16``; on SM100
-            ``ws``, or ``pair`` (128 rows on two CTAs); None lets the dispatcher choose.
+        pipeline: ``etap``, ``dual_wg`` or ``f16``, of a 16-bit cache ``split``, of bytes ``mix16``;
+            on SM100 ``ws``, or ``pair`` (128 rows on two CTAs); None lets the dispatcher choose.
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
             (``snapmla.explain`` lists the candidates).
         row_blocks: who takes a sequence's row blocks, if it has several: ``in_step``, CTAs side by
@@ -148,11 +148,14 @@ def plan_decode(
             ``update_`` and raises ValueError if they differ (this waits for the device; not while a
             graph is captured or replayed, nor under ``torch.compile``).  None: the environment
             variable SNAPMLA_CHECK_PLAN, read here.
-        accuracy: ``standard``, or ``high``: softmax weights as two e4m3 terms, 6e-4 relative L2
-            where one gives 2.6e-2, while logits have a standard deviation of 1 or less (1e-3 at 3).
-            Neither mends Q.K, whose logits are low by some 1.9e-3 of themselves for a token that
-            equals the query (docs/numerics.md).  ``snapmla.explain`` says what it costs.  With
-            a 16-bit cache P has 16 bits, and there is ``standard`` alone.
+        accuracy: ``standard``, or ``high``: products in 16 bits (pipeline ``f16``), so that LSE is
+            within 2e-4 + 2e-5 of the largest content logit of the stored bytes' and results within
+            1e-3 relative L2, beside their dtype's own rounding; ``standard`` has 2.6e-2 at worst,
+            and logits low by some 1.9e-3 of themselves for a token that equals the query
+            (docs/numerics.md).  ``snapmla.explain`` says what it costs.  ``high`` with pipeline
+            ``etap`` sums softmax weights as two e4m3 terms instead, which does not mend logits.
+            There is ``standard`` alone with a 16-bit cache, whose products have 16 bits, and on
+            SM100.
         cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
             ``fp8``, torch.bfloat16, torch.float16, ``fp8_ds_mla`` or ``fp8_v4``; kernels of the
             last two are compiled when they are asked for: no GPU has run them yet.
@@ -253,8 +256,7 @@ class PlanOptions:
         """
         spec = dispatch.choose(
             device, self.group, s_q, kernel_page_size(self.page_size), pipeline=self.pipeline,
-            row_tile=self.row_tile, p_terms=dispatch.p_terms_of(self.accuracy),
-            cache=self.cache_name,
+            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
         )  # fmt: skip
         _split_tiles(self.fixed_split_tokens, spec.token_tile)
         return spec
@@ -358,7 +360,7 @@ def make_plan(
         causal=bool(options.causal),
         split_tiles=split_tiles,
         check_stale=env.CHECK_PLAN.enabled() if stale is None else bool(stale),
-        p_terms=dispatch.p_terms_of(options.accuracy),
+        p_terms=dict(spec.values).get("p_terms", 1),
         cache_dtype=options.cache_name,
         num_kv_heads=kv_heads,
         longest_item=longest,

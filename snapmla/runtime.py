@@ -484,7 +484,10 @@ def _missing(spec: VariantSpec, refusal: str) -> str:
     refused = [place.refused for place in env.places() if place.refused is not None]
     hint += "".join(f"; {reason}" for reason in refused)
     looked = ", ".join(str(d) for d in env.variant_dirs() if d.is_dir()) or "no directory"
-    return f"variant {spec.name} is not built and {refusal}{hint} (looked in {looked})"
+    return (
+        f"variant {spec.name} is not built and {refusal}{hint} (looked in {looked}); `python -m "
+        f"codegen build {spec.name}` builds it where the compiler is"
+    )
 
 
 def nearest(spec: VariantSpec) -> str | None:

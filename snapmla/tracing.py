@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import _symbolic_trace as _fx
+from torch.fx import _symbolic_trace
 from torch.utils import _python_dispatch
 
 from snapmla import checks
@@ -33,6 +33,7 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", None) or (
     lambda: torch._C._functorch.maybe_current_level() is not None
 )
+_fx: Any = _symbolic_trace
 # Whether torch.fx has its flag in the module; a thread has its own since torch 2.14.
 _FX_FLAG = hasattr(_fx, "_is_fx_tracing_flag")
 

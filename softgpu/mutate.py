@@ -48,13 +48,19 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Site:
-    """One synchronisation instruction of a kernel."""
+    """One synchronisation instruction of a kernel.
+
+    Attributes:
+        source: ``file.py:12``.
+        path: of that file, as the PTX states it.
+    """
 
     pc: int
     family: str
     source: str
     ptx_line: int
     text: str
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ def sites(program: Program) -> list[Site]:
             if any(ins.opcode == p or ins.opcode.startswith(p + ".") for p in prefixes) or (
                 family == "wait" and ins.opcode.startswith("cp.async.wait")
             ):
-                out.append(Site(ins.pc, family, kernel.source_of(ins), ins.line, ins.text))
+                where = kernel.source_of(ins), ins.line, ins.text, kernel.path_of(ins)
+                out.append(Site(ins.pc, family, *where))
                 break
     return out
 
@@ -190,7 +197,7 @@ def study(
     kernel: LoadedKernel,
     entry: str,
     run: Callable[[], bool],
-    seeds: int = 10,
+    seeds: int | Callable[[Site], int] = 10,
     chosen: list[Site] | None = None,
 ) -> Iterator[Outcome]:
     """Runs the mutant of every site; yields what became of it.
@@ -198,14 +205,15 @@ def study(
     Args:
         kernel, entry: the loaded object and the kernel in it that is mutated.
         run: performs the workload with ``kernel`` and says whether the result is right.
-        seeds: adversarial schedules to try before a mutant counts as a survivor.
+        seeds: adversarial schedules to try before a mutant counts as a survivor, of all sites or
+            of each.
         chosen: sites to study, all if None.
     """
     before = kernel.options
     try:
         for site in sites(kernel.program(entry)) if chosen is None else chosen:
             with mutant(kernel, entry, site.pc):
-                yield _one(kernel, site, run, seeds)
+                yield _one(kernel, site, run, seeds if isinstance(seeds, int) else seeds(site))
     finally:
         kernel.options = before
 

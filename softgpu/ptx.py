@@ -134,7 +134,7 @@ class Kernel:
     reg_counts: dict[str, int] = field(default_factory=dict)  # of ``%r<9>``, by the stem
     variables: dict[str, Variable] = field(default_factory=dict)
     directives: dict[str, str] = field(default_factory=dict)
-    files: dict[int, str] = field(default_factory=dict)
+    files: dict[int, str] = field(default_factory=dict)  # paths, by number
 
     def reg_type(self, name: str) -> str | None:
         """Declared type of a register, such as ``b32`` or ``pred``; None if it is no register."""
@@ -154,7 +154,12 @@ class Kernel:
         """``file.py:12``, or ``PTX`` without line information."""
         if ins.source is None:
             return "PTX"
-        return f"{self.files.get(ins.source[0], f'file {ins.source[0]}')}:{ins.source[1]}"
+        file = self.path_of(ins).rsplit("/", 1)[-1] or f"file {ins.source[0]}"
+        return f"{file}:{ins.source[1]}"
+
+    def path_of(self, ins: Instr) -> str:
+        """The source's path as the PTX states it; empty where it states none."""
+        return self.files.get(ins.source[0], "") if ins.source is not None else ""
 
     def where(self, ins: Instr) -> str:
         """``file.py:12 (PTX line 345)``"""
@@ -492,10 +497,7 @@ def parse(text: str) -> Module:
     text = _strip_comments(_settle_inline_asm(text))
     version = re.search(r"\.version\s+([\d.]+)", text)
     target = re.search(r"\.target\s+([\w, ]+)", text)
-    files = {
-        int(m.group(1)): m.group(2).rsplit("/", 1)[-1]
-        for m in re.finditer(r'\.file\s+(\d+)\s+"([^"]*)"', text)
-    }
+    files = {int(m.group(1)): m.group(2) for m in re.finditer(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
     kernels: dict[str, Kernel] = {}
     outside, last = [], 0
     for m in re.finditer(r"\.(entry|func)\s+", text):

@@ -73,6 +73,7 @@ class Family:
         item_overhead: what an item of its work list costs beside its tiles, in tiles.
         everyday: values of the variants that everyday tests run; None: few that show each value of
             each axis (``codegen.matrix.sample``).
+        rarely: values of variants that everyday tests leave to ``make prove``, where that is None.
         result_axis: axis that is the dtype of results, where there is such.
         counted_by: axes that part the op where built variants are counted (``snapmla info``).
         shown: arguments whose shapes a line of the log has; those that a variant lacks are left
@@ -96,6 +97,7 @@ class Family:
     token_tile: Callable[[str, Values], int] | None = None
     item_overhead: int = ITEM_OVERHEAD
     everyday: tuple[Values, ...] | None = None
+    rarely: tuple[Values, ...] = ()
     result_axis: str = "out_dtype"
     counted_by: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()

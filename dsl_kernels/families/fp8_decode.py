@@ -25,7 +25,7 @@ AXES = (
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
-    Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
+    Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P
 )
 MODULES = {
     ("sm_90a", "etap"): "dsl_kernels.sm90.fp8_etap",
@@ -37,12 +37,13 @@ MODULES = {
 # Tokens of a KV tile: what a kernel walks, so what its plans are made of.
 TOKEN_TILES = {**dict.fromkeys(MODULES, TOKEN_TILE), ("sm_100a", "pair"): 2 * TOKEN_TILE}
 # dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md); f16 is
-# built when it is asked for: exact logits cost time (profiles/results/logits_cost.md)
+# an accuracy setting, whose other pages are built when they are asked for
 DEFAULT_PAGES = {
-    "etap": PAGE_SIZES, "dual_wg": (64,), "f16": (), "ws": PAGE_SIZES, "pair": PAGE_SIZES
+    "etap": PAGE_SIZES, "dual_wg": (64,), "f16": (64,), "ws": PAGE_SIZES, "pair": PAGE_SIZES
 }  # fmt: skip
-# An accuracy setting: (arch, pipeline) -> row tiles that are built with two terms of P, for pages
-# of 64 tokens; more rows are several blocks.
+# Pipelines without every row tile; more rows are several blocks.
+TILES_OF = {"f16": (16, 32, 64)}
+# (arch, pipeline) -> row tiles that are there with two terms of P, built when they are asked for
 TWO_TERMS = {("sm_90a", "etap"): (16, 32)}
 
 
@@ -52,22 +53,15 @@ def pipelines_of(arch: str) -> tuple[str, ...]:
 
 
 def points(arch: str) -> Iterator[Values]:
-    """The default matrix: every row tile and result dtype, pages as ``DEFAULT_PAGES`` says; then
-    two terms of P as ``TWO_TERMS`` does."""
+    """The default matrix: every row tile and result dtype, pages as ``DEFAULT_PAGES`` says."""
     for pipeline in pipelines_of(arch):
-        for row_tile in ROW_TILES:
+        for row_tile in TILES_OF.get(pipeline, ROW_TILES):
             for page_size in DEFAULT_PAGES[pipeline]:
                 for out_dtype in OUT_DTYPE.values:
                     yield {
                         "pipeline": pipeline, "row_tile": row_tile, "page_size": page_size,
                         "out_dtype": out_dtype,
                     }  # fmt: skip
-        for row_tile in TWO_TERMS.get((arch, pipeline), ()):
-            for out_dtype in OUT_DTYPE.values:
-                yield {
-                    "pipeline": pipeline, "row_tile": row_tile, "page_size": 64,
-                    "out_dtype": out_dtype, "p_terms": 2,
-                }  # fmt: skip
 
 
 FAMILY = Family(
@@ -78,6 +72,7 @@ FAMILY = Family(
     kind=DECODE,
     formats=("fp8",),
     token_tile=lambda arch, values: TOKEN_TILES[arch, values["pipeline"]],
+    rarely=tuple({"pipeline": "f16", "row_tile": tile} for tile in (32, 64)),
     counted_by=("pipeline",),
     shown=("q_nope", "content", "block_table"),
     results=("out", "lse"),

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from ..mha_list import KEY_TILE, SECTION, VALUES, WHOLE
 from .family import MHA, Axis, Family, Values
 
+
+def sections(values: Values) -> str:
+    """What is built by default."""
+    return WHOLE if values["keys"] == "whole" else "fixed"
+
+
+def _of_head(table: dict[int, int]) -> Callable[[Values], int]:
+    """What the channels of q and k decide."""
+    return lambda values: table[values["d_qk"]]
+
+
 AXES = (
-    Axis("d_qk", "d", (192, 128)),  # channels of q and k: 192 are 128 and 64 of RoPE
+    Axis("d_qk", "d", (192, 128, 256)),  # channels of q and k: 192 are 128, 256 are 192 and 64 RoPE
     Axis("dtype", "d", ("bf16", "f16"), "bf16"),  # of q, k, v and out
-    Axis("d_v", "v", (128,), 128, named=False),
+    Axis("d_v", "v", (128, 256), _of_head(VALUES), named=False),
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
+    Axis("sections", "", ("fixed", "listed"), sections, named=False),  # of heads: 8, or as listed
+    Axis("key_tile", "t", (128, 80), _of_head(KEY_TILE), named=False),  # keys at a time
+    Axis("q_steps", "q", (0, 4, 6), 0, named=False),  # 16-channel steps of Q in registers
+    Axis("section", "s", (8, 4), SECTION, named=False),  # heads that are worked on side by side
+    Axis("order", "", ("turns", "free"), "turns", named=False),  # of the two consumers' products
 )
 
 
 def _module(arch: str, values: Values) -> str | None:
     if arch != "sm_90a":
         return None
-    return "dsl_kernels.sm90." + ("mha_split" if values["keys"] == "split" else "mha_fwd")
+    if values["keys"] == "split":
+        return "dsl_kernels.sm90.mha_split" if values["sections"] == "fixed" else None
+    return "dsl_kernels.sm90." + ("mha_listed" if values["sections"] == "listed" else "mha_fwd")
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Keys that are not split: where pieces are the faster call has not been measured."""
+    """Keys that are not split: where pieces are the faster call has not been measured; nor have
+    heads of 256 channels been timed, which are built when they are asked for."""
     for d_qk, dtype in itertools.product((192, 128), ("bf16", "f16")):
         if arch == "sm_90a":
             yield {"d_qk": d_qk, "dtype": dtype}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .family import MHA, Axis, helper
 
 DTYPE = Axis("dtype", "o", ("bf16", "f16"), "bf16")  # of out
-D_V = Axis("d_v", "v", (128,), 128, named=False)
+D_V = Axis("d_v", "v", (128, 256), 128, named=False)
 
 FAMILY = helper(
     "mha_merge",

@@ -16,8 +16,7 @@ PIPELINES = (
 # The cache that a pipeline reads unless another one is named.
 CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "f16": "fp8"}
 ROW_TILES = dict.fromkeys(PIPELINES, (16, 32, 64))  # query heads that a CTA owns
-DEFAULT = ("etap", "mix16")  # f16 is built when it is asked for
-TWO_TERMS = (16, 32)  # row tiles of ``etap`` that sum P in two terms
+TWO_TERMS = (16, 32)  # row tiles of ``etap`` with two terms of P, built when they are asked for
 
 AXES = (
     Axis("pipeline", "", PIPELINES),
@@ -38,7 +37,7 @@ AXES = (
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
     # gather, math: without the other half, for bounds of time; results are none (sm90/bounds.py)
     Axis("only", "", ("all", "gather", "math"), "all", named=False),
-    Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
+    Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P
     Axis(
         "cache_dtype",
         "kv",
@@ -59,18 +58,16 @@ MODULES = {
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Every row tile; of the FP8 cache also with fp32 results and two terms of P; V4's pages."""
+    """Every row tile; of the FP8 cache also with fp32 results; V4's pages."""
     if arch != "sm_90a":
         return
-    for pipeline, row_tile in ((p, tile) for p in DEFAULT for tile in ROW_TILES[p]):
+    for pipeline, row_tile in ((p, tile) for p in PIPELINES for tile in ROW_TILES[p]):
         values = {"pipeline": pipeline, "row_tile": row_tile}
         yield {**values, "out_dtype": "bf16"}
         if pipeline == "mix16":
             yield {**values, "out_dtype": "bf16", "cache_dtype": "fp8_v4"}
-        if pipeline == "etap":
+        else:
             yield {**values, "out_dtype": "f32"}
-            if row_tile in TWO_TERMS:
-                yield from ({**values, "out_dtype": o, "p_terms": 2} for o in ("bf16", "f32"))
 
 
 FAMILY = Family(

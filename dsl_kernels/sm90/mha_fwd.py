@@ -3,10 +3,11 @@
 A CTA stays and takes *work tiles*, 128 query rows of one head of one sequence, from a list that
 begins with the longest (smxx/mha_items.py), the first by its number, the others from a counter.  K
 comes as the tensors that a model has: 128 channels of a head and, with d_qk 192, 64 RoPE channels
-that all heads may share; in shared memory they are one tile.  BF16 and fp16 are one source.
+that all heads may share (with d_qk 256, 192 and 64); in shared memory they are one tile.  BF16 and
+fp16 are one source.
 
 Roles (3 warpgroups)
-    wg 0  warp 0  producer     TMA: Q of a work tile; K and V tiles of 128 keys, the last tile first
+    wg 0  warp 0  producer     TMA: Q of a work tile; K and V tiles of keys, the last tile first
           warp 1  clearing     V behind a sequence's end, in its last tile
     wg 1, 2       consumers    64 rows each: S = Q K^T, softmax, O += P V; P stays in registers
 
@@ -14,7 +15,15 @@ Timeline of a consumer, tile i (n - 1 .. 0)
     turn | Q.K i, P.V i + 1 issued | turn passed on | wait Q.K | max, exp2 of i, under P.V i + 1 and
     the other consumer's products | wait P.V | O moved if a frame did | P i to 16 bits
 
-Shared memory   Q 128 rows | K 2 x 128 keys | V 2 x 128 keys (212,992 bytes with d_qk 192) | notes
+Shared memory   Q 128 rows | K 2 tiles | V 2 tiles | notes
+    d_qk, d_v  keys of a tile    bytes    registers of a consumer thread: O + S + P
+    192, 128   128             212,992     64 + 64 + 32
+    128, 128   128             163,840     64 + 64 + 32
+    256, 256    80             229,376    128 + 40 + 20
+
+With d_v 256 it is shared memory that bounds a tile.  80 keys take 1280 cycles of the tensor core
+for each consumer and 1216 of the shared-memory port (Q and K 576, V 320, its half of the fill 320);
+64 keys would take 1024 of both.
 
 Frames (log2 units; dense_frames.py).  P' = 2^(t - frame) in 16 bits, O and the row sum in fp32 of
 the same frame, which moves when a tile exceeds it by 2^15 only: O is hardly ever rescaled.
@@ -34,7 +43,7 @@ import cutlass.memory
 import cutlass.tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from .. import compat
 from ..common import budget as bud
@@ -43,10 +52,9 @@ from ..common.frames import NEVER
 from ..common.registers import claim_registers
 from ..common.rounding import fma
 from ..common.smem import array, one_stage, staged, struct_of
-from ..common.types import ROW_MAJOR
+from ..common.types import ROW_MAJOR, U16, U32
 from ..common.work_list import LOG2E
-from ..mha_list import KEYS as TILE
-from ..mha_list import ROWS
+from ..mha_list import ROWS, VALUES
 from ..smxx.mha_items import key_tiles
 from .dense_frames import move_frame
 from .mha_parts import STAGES, Loads, Rows, has_tail, release
@@ -57,20 +65,21 @@ if TYPE_CHECKING:
 
 COL_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 WARPGROUP = 128
-WIDTHS = {192: (128, 64), 128: (128,)}  # of K's tensors
 PRODUCER, CONSUMER = 24, 240  # registers
 SMALL_BYTES = 2048  # notes, barriers, alignment: an upper bound
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the kernel cannot be built for ``spec``, or None."""
+    if spec.d_v != VALUES[spec.d_qk]:
+        return f"values of {spec.d_v} channels beside {spec.d_qk} of q, not {VALUES[spec.d_qk]}"
     return bud.check(budget(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    loads = Loads(WIDTHS[spec.d_qk], spec.d_v)
-    tiles = ROWS * spec.d_qk + STAGES * TILE * (spec.d_qk + spec.d_v)
+    loads = Loads(spec)
+    tiles = ROWS * spec.d_qk + STAGES * spec.key_tile * (spec.d_qk + spec.d_v)
     return bud.Budget(
         groups=(
             bud.WarpGroup("producer", PRODUCER),
@@ -79,8 +88,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
         smem=2 * tiles + SMALL_BYTES,
         barriers=tuple(barrier for ring in loads.rings for barrier in ring.budget()),
         mmas=(
-            bud.Mma("Q.K", 64, TILE, spec.d_qk, spec.dtype),
-            bud.Mma("P.V", 64, spec.d_v, TILE, spec.dtype),
+            bud.Mma("Q.K", 64, spec.key_tile, spec.d_qk, spec.dtype),
+            bud.Mma("P.V", 64, spec.d_v, spec.key_tile, spec.dtype),
         ),
     )
 
@@ -101,14 +110,14 @@ class TwoKeys:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # bf16 | f16 (total_q, h, 192)
-        k_nope: cute.Tensor,  # (total_k, h_k, 128)
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, d_qk)
+        k_nope: cute.Tensor,  # (total_k, h_k, d_qk - 64)
         k_rope: cute.Tensor,  # (total_k, 1 | h_k, 64)
-        v: cute.Tensor,  # (total_k, h_k, 128)
+        v: cute.Tensor,  # (total_k, h_k, d_v)
         cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
         cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
         work: cute.Tensor,  # i32 (words,), as mha_items leaves it
-        out: cute.Tensor,  # (total_q, h, 128)
+        out: cute.Tensor,  # (total_q, h, d_v)
         lse: cute.Tensor,  # f32 (h, total_q), natural
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
@@ -131,13 +140,13 @@ class OneKey:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # bf16 | f16 (total_q, h, 128)
-        k_nope: cute.Tensor,  # (total_k, h_k, 128)
-        v: cute.Tensor,  # (total_k, h_k, 128)
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, d_qk)
+        k_nope: cute.Tensor,  # (total_k, h_k, d_qk)
+        v: cute.Tensor,  # (total_k, h_k, d_v)
         cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
         cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
         work: cute.Tensor,  # i32 (words,), as mha_items leaves it
-        out: cute.Tensor,  # (total_q, h, 128)
+        out: cute.Tensor,  # (total_q, h, d_v)
         lse: cute.Tensor,  # f32 (h, total_q), natural
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
@@ -155,14 +164,16 @@ class MhaFwd:
 
     def __init__(self, spec: VariantSpec):
         self.d_qk, self.d_v, self.dtype = spec.d_qk, spec.d_v, compat.dtype(spec.dtype)
-        self.loads, self.budget = Loads(WIDTHS[spec.d_qk], spec.d_v), budget(spec)
+        self.tile, self.budget = spec.key_tile, budget(spec)
+        self.turns, self.q_steps = spec.order == "turns", spec.q_steps
+        self.loads = Loads(spec)
         self.rows = Rows(self.dtype, spec.d_v)
 
     def layouts(self):
         """Shared-memory layouts of Q, K, V."""
-        q = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, TILE, self.d_qk), self.dtype, 1)
-        k = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, TILE, self.d_qk), self.dtype, STAGES)
-        v = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, self.d_v, TILE), self.dtype, STAGES)
+        q = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, self.tile, self.d_qk), self.dtype, 1)
+        k = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, self.tile, self.d_qk), self.dtype, STAGES)
+        v = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, self.d_v, self.tile), self.dtype, STAGES)
         return q, k, v
 
     def fakes(self):
@@ -205,14 +216,14 @@ class MhaFwd:
             return Loaded(*list(cpasync.make_tiled_tma_atom(op, view, layout, tile))[:2])
 
         def box(width):
-            layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, TILE, width), self.dtype, 1)
+            layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, self.tile, width), self.dtype, 1)
             return one_stage(layout)
 
         tokens = [0, 2, 1]
         tma = (
             load(q, tokens, one_stage(lq), (ROWS, self.d_qk)),
-            load(v, [2, 0, 1], one_stage(lv), (self.d_v, TILE)),
-            *(load(k, tokens, box(w), (TILE, w)) for k, w in zip(ks, self.loads.widths)),
+            load(v, [2, 0, 1], one_stage(lv), (self.d_v, self.tile)),
+            *(load(k, tokens, box(w), (self.tile, w)) for k, w in zip(ks, self.loads.widths)),
         )
         heads = (q.shape[1], compat.fast_divisor(q.shape[1] // v.shape[1]), Int32(ks[-1].shape[1]))
         self.kernel(tma, tables, results, heads, softmax_scale * LOG2E, causal, ctas).launch(
@@ -261,12 +272,13 @@ class MhaFwd:
             cute.make_rmem_tensor((2,), t) for t in (Float32, Float32, Int32)
         )  # fmt: skip
         state = (frame, total, scale, limit)
-        if which == 1:  # the first turn is the other's
-            cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):  # noqa: SIM102 (a compile-time condition and another)
+            if which == 1:  # the first turn is the other's
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
         kc, done, count, phases = Int32(0), Int32(0), Int32(0), Int32(0)
         head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
         while head >= 0:
-            n = key_tiles(s_q, s_k, m, causal)
+            n = key_tiles(s_q, s_k, m, causal, self.tile)
             row0 = m * ROWS + which * 64  # of the warpgroup, in its sequence
             row = row0 + warp * 16 + lane // 4
             clear = s_k  # keys that every row of the warpgroup sees
@@ -276,19 +288,21 @@ class MhaFwd:
                     limit[i] = cutlass.min(s_k, row + 8 * i + 1 + s_k - s_q)
             if causal != 0:
                 clear = cutlass.max(cutlass.min(s_k, row0 + 1 + s_k - s_q), 0)
-            whole = cute.arch.make_warp_uniform(cutlass.min(clear // TILE, n))
+            whole = cute.arch.make_warp_uniform(cutlass.min(clear // self.tile, n))
             frame.fill(NEVER)
             total.fill(0.0)
             acc_o.fill(0.0)
             if n > 0:
                 self.loads.q.wait_full(st, 0, done & 1)
-                self._first(st, operands, state, kc, (n - 1) * TILE)
-                if has_tail(s_k, n):
+                if const_expr(self.q_steps):
+                    self._take_q(st, operands)
+                self._first(st, operands, state, kc, (n - 1) * self.tile)
+                if has_tail(s_k, n, self.tile):
                     self.loads.clean.wait_full(st, kc % STAGES, (phases >> (kc % STAGES)) & 1)
                     phases = phases ^ (1 << (kc % STAGES))
                 top = cutlass.min(n - 1, whole)
                 for x in cutlass.range(n - 1 - top, unroll=1):
-                    self._tile(st, operands, state, kc, (n - 2 - x) * TILE, True)
+                    self._tile(st, operands, state, kc, (n - 2 - x) * self.tile, True)
                     kc += 1
                 for _ in cutlass.range(top, unroll=1):
                     self._tile(st, operands, state, kc, 0, False)
@@ -300,24 +314,57 @@ class MhaFwd:
             self.rows.write(results, acc_o, frame, total, q0, s_q, head, row)
             count += 1
             head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
-        if which == 0:  # the last turn that was passed on
-            cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):  # noqa: SIM102
+            if which == 0:  # the last turn that was passed on
+                cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
 
     def _operands(self, st, layouts, thread, which):
         """MMAs, operands and accumulators of a consumer."""
         lq, lk, lv = layouts
-        mma_s = tiled_mma(self.dtype, TILE)
+        mma_s = tiled_mma(self.dtype, self.tile)
         mma_o = tiled_mma(self.dtype, self.d_v, a_in_registers=True, b_mn=True)
         thr_s, thr_o = mma_s.get_slice(thread), mma_o.get_slice(thread)
         mine = cute.local_tile(staged(st.q, lq), (64, self.d_qk), (which, 0, None))
-        r_q = mma_s.make_fragment_A(thr_s.partition_A(mine))[None, None, None, 0]
+        r_q = [mma_s.make_fragment_A(thr_s.partition_A(mine))[None, None, None, 0], None]
+        if const_expr(self.q_steps):
+            first = tiled_mma(self.dtype, self.tile, a_in_registers=True)
+            r_q[1] = first.make_fragment_A(first.partition_shape_A((64, 16 * self.q_steps)))
         r_k = mma_s.make_fragment_B(thr_s.partition_B(staged(st.k, lk)))
         r_v = mma_o.make_fragment_B(thr_o.partition_B(staged(st.v, lv)))
-        acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((64, TILE)), Float32)
+        acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((64, self.tile)), Float32)
         acc_o = cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.d_v)), Float32)
-        r_p = mma_o.make_fragment_A(mma_o.partition_shape_A((64, TILE)))
-        p16 = cute.make_tensor(r_p.iterator, cute.make_layout(TILE // 2))
+        r_p = mma_o.make_fragment_A(mma_o.partition_shape_A((64, self.tile)))
+        p16 = cute.make_tensor(r_p.iterator, cute.make_layout(self.tile // 2))
         return mma_s, mma_o, r_q, r_k, r_v, acc_s, acc_o, r_p, p16, which
+
+    def _scores(self, mma_s, acc_s, r_q, r_k):
+        """Issues S = Q K^T: steps of Q in registers, if there are, then those in shared memory."""
+        n = self.q_steps
+        if n:
+            first = tiled_mma(self.dtype, self.tile, a_in_registers=True)
+            issue(first, acc_s, r_q[1], r_k, accumulate=False, last=n)
+        issue(mma_s, acc_s, r_q[0], r_k, accumulate=n > 0, first=n)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _take_q(self, st, operands):
+        """The warpgroup's rows of Q -> A fragments of the first steps."""
+        r_q, which = operands[2][1], operands[-1]
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp_id = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        row = warp_id * 16 + lane % 16
+        line = row * 128 + ((lane // 16) ^ (row % 8)) * 16
+        ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
+        words = cute.recast_tensor(r_q, U32)
+        base = st.q.data_ptr().toint() + which * (64 * 128)
+        for x in cutlass.range_constexpr(self.q_steps):
+            at = base + ((line ^ (x % 4 * 32)) + x // 4 * (ROWS * 128))
+            source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
+            loaded = cute.make_rmem_tensor((8,), U16)
+            cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
+            four = cute.recast_tensor(loaded, U32)
+            for i in cutlass.range_constexpr(4):
+                words[4 * x + i] = four[i]
 
     @cute.jit
     def _first(self, st, operands, state, kc, first):
@@ -326,12 +373,11 @@ class MhaFwd:
         slot = kc % STAGES
         self.loads.k.wait_full(st, slot, (kc // STAGES) & 1)
         compat.wgmma_fence()
-        issue(mma_s, acc_s, r_q, r_k[None, None, None, slot], accumulate=False)
-        warpgroup.commit_group()
+        self._scores(mma_s, acc_s, r_q, r_k[None, None, None, slot])
         warpgroup.wait_group(0)
         release(self.loads.k, st, slot)
         self._softmax(acc_s, state, first, True)
-        p16.store(cute.make_tensor(acc_s.iterator, p16.layout).load().to(self.dtype))
+        self._to_p16(acc_s, p16)
 
     @cute.jit
     def _tile(self, st, operands, state, vc, first, masked: cutlass.Constexpr):
@@ -340,15 +386,16 @@ class MhaFwd:
         kc = vc + 1
         slot, v_slot = kc % STAGES, vc % STAGES
         self.loads.k.wait_full(st, slot, (kc // STAGES) & 1)
-        cute.arch.barrier(barrier_id=1 + which, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):
+            cute.arch.barrier(barrier_id=1 + which, number_of_threads=2 * WARPGROUP)
         compat.wgmma_fence()
-        issue(mma_s, acc_s, r_q, r_k[None, None, None, slot], accumulate=False)
-        warpgroup.commit_group()
+        self._scores(mma_s, acc_s, r_q, r_k[None, None, None, slot])
         self.loads.v.wait_full(st, v_slot, (vc // STAGES) & 1)
         compat.wgmma_fence()
         issue(mma_o, acc_o, r_p, r_v[None, None, None, v_slot], accumulate=True)
         warpgroup.commit_group()
-        cute.arch.barrier_arrive(barrier_id=2 - which, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):
+            cute.arch.barrier_arrive(barrier_id=2 - which, number_of_threads=2 * WARPGROUP)
         warpgroup.wait_group(1)
         release(self.loads.k, st, slot)
         gamma0, gamma1, moved = self._softmax(acc_s, state, first, masked)
@@ -358,7 +405,16 @@ class MhaFwd:
                 acc_o[v] = acc_o[v] * (gamma0 if v // 2 % 2 == 0 else gamma1)
         warpgroup.wait_group(0)
         release(self.loads.v, st, v_slot)
-        p16.store(cute.make_tensor(acc_s.iterator, p16.layout).load().to(self.dtype))
+        self._to_p16(acc_s, p16)
+
+    def _to_p16(self, acc_s, p16):
+        """P in 16 bits; vectors of a power of two, or else words are put together by PRMT."""
+        count = self.tile // 2
+        chunk = count & -count
+        layout = cute.make_layout(chunk)
+        for at in range(0, count, chunk):
+            values = cute.make_tensor(acc_s.iterator + at, layout).load().to(self.dtype)
+            cute.make_tensor(p16.iterator + at, layout).store(values)
 
     @cute.jit
     def _last(self, st, operands, vc):
@@ -379,11 +435,11 @@ class MhaFwd:
         tidx, _, _ = cute.arch.thread_idx()
         if const_expr(masked):
             column = first + 2 * (tidx % 4)
-            for v in cutlass.range_constexpr(TILE // 2):
+            for v in cutlass.range_constexpr(self.tile // 2):
                 if column + (8 * (v // 4) + v % 2) >= limit[v // 2 % 2]:
                     acc_s[v] = -Float32.inf
         most = [acc_s[v] for v in range(8)]
-        for v in cutlass.range_constexpr(8, TILE // 2):
+        for v in cutlass.range_constexpr(8, self.tile // 2):
             most[v % 8] = cute.arch.fmax(most[v % 8], acc_s[v])
         gamma, moved = [None] * 2, Boolean(False)
         for i in cutlass.range_constexpr(2):
@@ -398,7 +454,7 @@ class MhaFwd:
             frame[i] = new
             moved = moved | (new != old)
         part = [Float32(0.0) for _ in range(4)]
-        for v in cutlass.range_constexpr(TILE // 2):
+        for v in cutlass.range_constexpr(self.tile // 2):
             r = v // 2 % 2
             acc_s[v] = cute.math.exp2(fma(acc_s[v], scale, -frame[r]), fastmath=True)
             part[2 * r + v % 2] = part[2 * r + v % 2] + acc_s[v]

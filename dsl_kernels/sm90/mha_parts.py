@@ -2,7 +2,7 @@
 
     item     producer -> consumers         which work tile comes: head, rows, lengths
     q        producer -> consumers         rows of a work tile
-    k, v     producer -> consumers         tiles of 128 keys, the last tile first
+    k, v     producer -> consumers         tiles of keys, the last tile first
     tail     producer -> clearing warp     a tile of V that reaches behind its sequence is asked for
     clean    clearing warp -> consumers    that tile, zeroed behind the end
 
@@ -13,7 +13,7 @@ zeroed in shared memory, since P = 0 does not make 0 of a NaN.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -25,9 +25,11 @@ from ..common.barriers import Ring
 from ..common.epilogue import Woven
 from ..common.smem import array, staged
 from ..common.types import U32
-from ..mha_list import HEADER, ROWS, SECTION, TAKEN, TILE_WORDS, TILES
-from ..mha_list import KEYS as TILE
+from ..mha_list import HEADER, ROWS, TAKEN, TILE_WORDS, TILES, WIDTHS
 from ..smxx.mha_items import key_tiles, length
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 STAGES = 2  # of K, and of V
 CONSUMER_WARPS = 8
@@ -100,10 +102,13 @@ class Loads:
     Attributes:
         widths: channels of K's tensors, side by side in the tile.
         d_qk, d_v: channels of a row of Q and K, of V.
+        tile: keys of a tile of K and V.
+        section: heads that are worked on side by side.
     """
 
-    def __init__(self, widths: tuple[int, ...], d_v: int):
-        self.widths, self.d_qk, self.d_v = widths, sum(widths), d_v
+    def __init__(self, spec: VariantSpec):
+        self.widths, self.d_qk, self.d_v = WIDTHS[spec.d_qk], spec.d_qk, spec.d_v
+        self.tile, self.section = spec.key_tile, spec.section
         who = {"consumers": CONSUMER_WARPS}
         # head (-1 ends the list), first query token of the sequence, query tokens, keys, row tile
         self.notes = Notes("item", 5, who)
@@ -147,9 +152,9 @@ class Loads:
         out, at = [], 0
         heads = (kv_head, cutlass.select_(rope_heads > 1, kv_head, Int32(0)))
         for loaded, width, head in zip(tk, self.widths, heads):
-            part = cute.local_tile(tiles, (TILE, width), (0, at // width, None))
+            part = cute.local_tile(tiles, (self.tile, width), (0, at // width, None))
             moved = cute.domain_offset((k0, 0), loaded.coords[None, None, head])
-            out.append((loaded, *self._boxes(loaded, part, moved, (TILE, width), (None, 0))))
+            out.append((loaded, *self._boxes(loaded, part, moved, (self.tile, width), (None, 0))))
             at += width
         return out
 
@@ -162,20 +167,20 @@ class Loads:
         j, _, _ = cute.arch.block_idx()
         j = Int32(j)
         while j < total:
-            tile, head = self._work_tile(j, work[TILES], heads)
+            tile, head = self._work_tile(work, j, work[TILES], heads)
             at = HEADER + TILE_WORDS * tile
             sequence, m = work[at], work[at + 1]
             q0, k0 = cu_q[sequence], cu_k[sequence]
             s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
             self.notes.write(st, count, (head, q0, s_q, s_k, m))
             count += 1
-            n = key_tiles(s_q, s_k, m, causal)
+            n = key_tiles(s_q, s_k, m, causal, self.tile)
             if n > 0:
                 kv_head, _ = divmod(head, group)
                 where = (q0, m, head, k0, kv_head, rope_heads)
                 counts = (kc, done, told)
-                self._load(st, layouts, tma, where, counts, n, s_k - (n - 1) * TILE)
-                if has_tail(s_k, n):
+                self._load(st, layouts, tma, where, counts, n, s_k - (n - 1) * self.tile)
+                if has_tail(s_k, n, self.tile):
                     told += 1
                 done += 1
                 kc += n
@@ -187,13 +192,13 @@ class Loads:
         self.notes.write(st, count, (none, none, none, none, none))
         self.tails.write(st, told, (none, Int32(0)))
 
-    def _work_tile(self, j, tiles, heads):
-        """(place in the list, head) of work tile ``j``: mha_list.py."""
-        section = j // (SECTION * tiles)
-        rest = j - section * (SECTION * tiles)
-        beside = cutlass.min(heads - section * SECTION, SECTION)
+    def _work_tile(self, work, j, tiles, heads):
+        """(place in the list, head) of work tile ``j`` of ``work``: mha_list.py."""
+        section = j // (self.section * tiles)
+        rest = j - section * (self.section * tiles)
+        beside = cutlass.min(heads - section * self.section, self.section)
         tile = rest // beside
-        return tile, section * SECTION + (rest - tile * beside)
+        return tile, section * self.section + (rest - tile * beside)
 
     @cute.jit
     def _load(self, st, layouts, tma, where, counts, n, valid):
@@ -212,18 +217,18 @@ class Loads:
         moved_v = cute.domain_offset((0, k0), tv.coords[None, None, kv_head])
         s_q, g_q = self._boxes(tq, q_tile, moved_q, (ROWS, self.d_qk), (m, 0))
         ks = self._k_boxes(tk, k_tile, k0, kv_head, rope_heads)
-        vs = [(tv, *self._boxes(tv, v_tile, moved_v, (self.d_v, TILE), (0, None)))]
+        vs = [(tv, *self._boxes(tv, v_tile, moved_v, (self.d_v, self.tile), (0, None)))]
         self.q.wait_empty(st, 0, (done & 1) ^ 1)
         barrier = self.q.full_barrier(st, 0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * ROWS * self.d_qk)
         cute.copy(tq.atom, g_q, s_q[None, 0], tma_bar_ptr=barrier)
-        k_bytes, v_bytes = 2 * TILE * self.d_qk, 2 * TILE * self.d_v
+        k_bytes, v_bytes = 2 * self.tile * self.d_qk, 2 * self.tile * self.d_v
         self._fill(self.k, st, kc, ks, n - 1, k_bytes)
         if n > 1:
             self._fill(self.k, st, kc + 1, ks, n - 2, k_bytes)
         self._fill(self.v, st, kc, vs, n - 1, v_bytes)
-        if valid < TILE:
+        if valid < self.tile:
             self.tails.write(st, told, (kc, valid))
         for x in cutlass.range(2, n, unroll=1):
             self._fill(self.k, st, kc + x, ks, n - 1 - x, k_bytes)
@@ -254,9 +259,9 @@ class Loads:
         zero = cute.make_rmem_tensor((4,), U32)
         zero.fill(0)
         for block in cutlass.range_constexpr(self.d_v * 2 // LINE):
-            begin = st.v.data_ptr().toint() + (slot * self.d_v * 2 + block * LINE) * TILE
+            begin = st.v.data_ptr().toint() + (slot * self.d_v * 2 + block * LINE) * self.tile
             for at in cutlass.range(
-                valid * LINE + cute.arch.lane_idx() * 16, TILE * LINE, 32 * 16, unroll=1
+                valid * LINE + cute.arch.lane_idx() * 16, self.tile * LINE, 32 * 16, unroll=1
             ):
                 line = cute.make_ptr(
                     U32, Int32(begin + at), cute.AddressSpace.smem, assumed_align=16
@@ -266,9 +271,9 @@ class Loads:
         cute.arch.sync_warp()
 
 
-def has_tail(s_k, n):
-    """Whether the last of ``n`` tiles of keys reaches behind the sequence."""
-    return n * TILE > s_k
+def has_tail(s_k, n, tile: int):
+    """Whether the last of ``n`` tiles of ``tile`` keys reaches behind the sequence."""
+    return n * tile > s_k
 
 
 class Rows:

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Uint32
 from .. import compat
 from ..mha_list import ENTRY_WORDS, KEYS, LIST, TAKEN, TILES
 from ..smxx.mha_items import key_tiles, length, piece_begin, pieces_of
-from .mha_fwd import WIDTHS, MhaFwd, budget, feasible
+from .mha_fwd import MhaFwd, budget, feasible
 from .mha_parts import CONSUMER_WARPS, LN2, Loads, Notes, Rows, has_tail
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ class TwoKeys:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # bf16 | f16 (total_q, h, 192)
-        k_nope: cute.Tensor,  # (total_k, h_k, 128)
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, d_qk)
+        k_nope: cute.Tensor,  # (total_k, h_k, d_qk - 64)
         k_rope: cute.Tensor,  # (total_k, 1 | h_k, 64)
-        v: cute.Tensor,  # (total_k, h_k, 128)
+        v: cute.Tensor,  # (total_k, h_k, d_v)
         cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
         cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
         work: cute.Tensor,  # i32 (words,), as mha_items leaves it where keys are split
-        out: cute.Tensor,  # (total_q, h, 128)
+        out: cute.Tensor,  # (total_q, h, d_v)
         lse: cute.Tensor,  # f32 (h, total_q), natural
-        partial_out: cute.Tensor,  # f32 (rows, h, 128)
+        partial_out: cute.Tensor,  # f32 (rows, h, d_v)
         partial_lse: cute.Tensor,  # f32 (rows, h), natural
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
@@ -79,15 +79,15 @@ class OneKey:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # bf16 | f16 (total_q, h, 128)
-        k_nope: cute.Tensor,  # (total_k, h_k, 128)
-        v: cute.Tensor,  # (total_k, h_k, 128)
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, d_qk)
+        k_nope: cute.Tensor,  # (total_k, h_k, d_qk)
+        v: cute.Tensor,  # (total_k, h_k, d_v)
         cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
         cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
         work: cute.Tensor,  # i32 (words,), as mha_items leaves it where keys are split
-        out: cute.Tensor,  # (total_q, h, 128)
+        out: cute.Tensor,  # (total_q, h, d_v)
         lse: cute.Tensor,  # f32 (h, total_q), natural
-        partial_out: cute.Tensor,  # f32 (rows, h, 128)
+        partial_out: cute.Tensor,  # f32 (rows, h, d_v)
         partial_lse: cute.Tensor,  # f32 (rows, h), natural
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
@@ -105,7 +105,7 @@ class MhaSplit(MhaFwd):
 
     def __init__(self, spec: VariantSpec):
         super().__init__(spec)
-        self.loads = PieceLoads(WIDTHS[spec.d_qk], spec.d_v)
+        self.loads = PieceLoads(spec)
         self.rows = PieceRows(self.dtype, spec.d_v)
 
     def fakes(self):
@@ -137,8 +137,8 @@ class PieceNotes(Notes):
 class PieceLoads(Loads):
     """The producer's warp, where a work tile may be a piece."""
 
-    def __init__(self, widths: tuple[int, ...], d_v: int):
-        super().__init__(widths, d_v)
+    def __init__(self, spec: VariantSpec):
+        super().__init__(spec)
         self.notes = PieceNotes("item", Notes.room, {"consumers": CONSUMER_WARPS})
         self.rings = (self.notes.ring, *self.rings[1:])
         self.fields = {**self.fields, **self.notes.fields}
@@ -152,7 +152,7 @@ class PieceLoads(Loads):
         j, _, _ = cute.arch.block_idx()
         j = Int32(j)
         while j < tiles * heads:
-            tile, head = self._work_tile(j, tiles, heads)
+            tile, head = self._work_tile(work, j, tiles, heads)
             at = begin + ENTRY_WORDS * tile
             sequence, m, piece, base = work[at], work[at + 1], work[at + 2], work[at + 3]
             q0, k0 = cu_q[sequence], cu_k[sequence]
@@ -166,13 +166,13 @@ class PieceLoads(Loads):
             q, k = s_q - (s_k - end), end - first
             self.notes.write(st, count, (head, q0, s_q, partial, q, k, m, Int32(0)))
             count += 1
-            n = key_tiles(q, k, m, causal)
+            n = key_tiles(q, k, m, causal, self.tile)
             if n > 0:
                 kv_head, _ = divmod(head, group)
                 where = (q0, m, head, k0 + first, kv_head, rope_heads)
                 counts = (kc, done, told)
-                self._load(st, layouts, tma, where, counts, n, k - (n - 1) * KEYS)
-                if has_tail(k, n):
+                self._load(st, layouts, tma, where, counts, n, k - (n - 1) * self.tile)
+                if has_tail(k, n, self.tile):
                     told += 1
                 done += 1
                 kc += n

@@ -6,7 +6,7 @@ mix16_content.py's.
 
 Shared memory, 64 rows and 3 stages (bytes)
     Q 65536 | K ring 3 x (32768 content + 1024 scales + 2560 of theirs) | P 2 x 8192
-    exchange, gamma, factors, 1/l, flags, barriers                                         = 194048
+    exchange, gamma, factors, 1/l, flags, barriers                                         = 195584
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Registers as mix16_v4.py's, whose announcer has as much to do.
 
 Shared memory, 64 rows and 3 stages (bytes)
     Q 65536 | K ring 3 x (32768 content + 1024 scales + 8192 of theirs) | P 2 x 8192
-    exchange, gamma, factors, 1/l, flags, barriers                                         = 210944
+    exchange, gamma, factors, 1/l, flags, barriers                                         = 212992
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 ``work`` names every row tile of every sequence once, those that see the most keys first, and says
 how many there are (mha_list.py).  Persistent CTAs take from its front, so that what is left at the
-end is short.  Where keys may be split, it names every piece of a row tile.
+end is short.  Where keys may be split, it names every piece of a row tile.  With
+``sections="listed"`` the longest sequence comes first, its row tiles side by side, longest first,
+and the header says how many heads are worked on together.
 
 Roles        one CTA; a warp a sequence, a lane a row tile (a piece of one).
 Memory       shared: ``BINS`` counts, which become places; sums of warps.
@@ -28,9 +30,11 @@ from cutlass import Int32, cute
 
 from .. import compat
 from ..mha_list import (
+    BESIDE,
     ENTRY_WORDS,
     HEADER,
     KEYS,
+    LAST,
     LIST,
     PIECE_TILES,
     PIECES,
@@ -48,11 +52,11 @@ if TYPE_CHECKING:
 BINS = 2 * THREADS  # a thread sums two
 
 
-def key_tiles(s_q: Any, s_k: Any, tile: Any, causal: Any) -> Any:
-    """Tiles of keys that some row of a row tile sees."""
+def key_tiles(s_q: Any, s_k: Any, tile: Any, causal: Any, keys: int = KEYS) -> Any:
+    """Tiles of ``keys`` keys that some row of a row tile sees."""
     last = cutlass.select_(causal != 0, (tile + 1) * ROWS + s_k - s_q, s_k)
     seen = cutlass.max(cutlass.min(s_k, last), 0)
-    return (seen + (KEYS - 1)) // KEYS
+    return (seen + (keys - 1)) // keys
 
 
 def length(cu_seqlens: Any, sequence: Any) -> Any:
@@ -82,7 +86,7 @@ def mha_items(
     stream: Any,
 ) -> None:
     """Host half: one CTA."""
-    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, None).launch(
+    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, None, None).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
@@ -100,7 +104,25 @@ def mha_split_items(
 ) -> None:
     """Host half where keys may be split: one CTA."""
     room = (most_splits, partial_rows)
-    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, room).launch(
+    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, room, None).launch(
+        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    )
+
+
+@cute.jit
+def mha_listed_items(
+    cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
+    cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
+    work: cute.Tensor,  # i32 (words,)
+    causal: Int32,  # 0 or 1
+    max_seqlen_k: Int32,  # makes counts coarser where it is long; nothing else depends on it
+    beside: Int32,  # heads of a section
+    last: Int32,  # heads of the last section
+    stream: Any,
+) -> None:
+    """Host half where sections are listed: one CTA."""
+    heads = (beside, last)
+    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, None, heads).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
@@ -113,6 +135,7 @@ def _list(
     causal: Int32,
     max_seqlen_k: Int32,
     split: Any,  # room for splits, None where there are none
+    heads: Any,  # of a section and of the last one, None where the list does not say
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     smem = cutlass.memory.SmemAllocator()
@@ -132,7 +155,10 @@ def _list(
         begin, words = _bases_at(split) + cu_seqlens_q.shape[0] - 1, ENTRY_WORDS
     cute.arch.sync_threads()
     entries = (begin, words, None if split is None else _bases_at(split))
-    _each_tile(lengths, work, places, causal, shift, entries, False)
+    if cutlass.const_expr(heads is not None):
+        _each_sequence(lengths, work, places, causal, shift, False)
+    else:
+        _each_tile(lengths, work, places, causal, shift, entries, False)
     cute.arch.sync_threads()
     first, second = places[2 * tidx], places[2 * tidx + 1]
     upto, _, total, _ = scan(sums, first + second, Int32(0), True)
@@ -146,8 +172,13 @@ def _list(
         if cutlass.const_expr(split is not None):
             work[SPLITS] = splits
             work[LIST] = begin
+        if cutlass.const_expr(heads is not None):
+            work[BESIDE], work[LAST] = heads
     cute.arch.sync_threads()
-    _each_tile(lengths, work, places, causal, shift, entries, True)
+    if cutlass.const_expr(heads is not None):
+        _each_sequence(lengths, work, places, causal, shift, True)
+    else:
+        _each_tile(lengths, work, places, causal, shift, entries, True)
 
 
 def _bases_at(split: Any) -> Any:
@@ -230,6 +261,41 @@ def _each_tile(
                         work[begin + words * at + word] = Int32(value)
 
 
+@cute.jit
+def _each_sequence(
+    lengths: Any, work: cute.Tensor, places: cute.Tensor, causal: Int32, shift: Int32,
+    write: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """As ``_each_tile``, by the keys that a sequence's longest row tile sees, which is its last: a
+    sequence takes places for all of its row tiles together."""
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    cu_q, cu_k = lengths
+    room = (work.shape[0] - HEADER) // TILE_WORDS
+    for sequence in cutlass.range(warp, cu_q.shape[0] - 1, WARPS, unroll=1):
+        s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
+        tiles = (s_q + (ROWS - 1)) // ROWS
+        count = key_tiles(s_q, s_k, tiles - 1, causal) >> shift
+        place = places.iterator + (BINS - 1 - cutlass.min(count, BINS - 1))
+        at = Int32(0)
+        if lane == 0:
+            at = Int32(cute.arch.atomic_add(place, tiles))
+        if cutlass.const_expr(write):
+            end = cute.arch.shuffle_sync(at, 0) + tiles
+            for tile in cutlass.range(lane, tiles, quant.WARP, unroll=1):
+                at = end - 1 - tile
+                if at < room:
+                    work[HEADER + TILE_WORDS * at] = Int32(sequence)
+                    work[HEADER + TILE_WORDS * at + 1] = Int32(tile)
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the kernel cannot be built for ``spec``, or None."""
+    if spec.keys == "split" and spec.sections == "listed":
+        return "lists that may have pieces have no words for sections"
+    return None
+
+
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
@@ -243,4 +309,6 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     }
     if spec.keys == "split":
         return mha_split_items, {**fakes, "most_splits": Int32(1), "partial_rows": Int32(1)}
+    if spec.sections == "listed":
+        return mha_listed_items, {**fakes, "beside": Int32(1), "last": Int32(1)}
     return mha_items, fakes

@@ -4,10 +4,11 @@
 begin (mha_list.py); ``mha_fwd`` of split keys leaves a row and its LSE for every piece.
 
 Roles        one warp owns a query row of one head; CTAs stay and take rows by stride.
-Memory       registers only: up to PIECES 16-byte loads a lane in flight, its 4 sums.
+Memory       registers only: up to PIECES 16-byte loads a lane in flight, its 4 sums; twice as many
+             of rows of 256 channels.
 Timeline     wait for the previous grid | (for each row) LSEs and channels of all pieces | weights,
              FMA | normalise, store
-Bytes moved  516 a row, head and piece read, 260 a row and head written.
+Bytes moved  516 a row, head and piece read, 260 a row and head written (1028 and 516).
 
 Where nothing was split a CTA reads the header and leaves.  Pieces are added in their order, so that
 bits do not depend on timing.  ``merge_states`` has the arithmetic: LSEs are natural, -inf of a row
@@ -39,9 +40,9 @@ LN2 = 0.6931471805599453
 def mha_merge(
     cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
     work: cute.Tensor,  # i32 (words,), as mha_items leaves it where keys are split
-    partial_out: cute.Tensor,  # f32 (rows, h, 128)
+    partial_out: cute.Tensor,  # f32 (rows, h, d_v)
     partial_lse: cute.Tensor,  # f32 (rows, h), natural
-    out: cute.Tensor,  # bf16 | f16 (total_q, h, 128)
+    out: cute.Tensor,  # bf16 | f16 (total_q, h, d_v)
     lse: cute.Tensor,  # f32 (h, total_q), natural
     ctas: Int32,
     stream: Any,
@@ -92,19 +93,20 @@ def _row(parts: Any, results: Any, where: Any, token: Int32) -> None:
     share = Share(d_v, dt)
     loads = Loads(PIECES, dt, share.chunks)
     words, logs = loads.words, loads.lses
+    wide = share.channels // share.chunks  # channels of a load: a lane's own lie that far apart
     for j in cutlass.range_constexpr(PIECES):
         if j < pieces:
             row = partial + j * apart
-            at = partial_out.iterator + cute.crd2idx(
-                (row, head, lane * share.channels), partial_out.layout
-            )
+            at = partial_out.iterator + cute.crd2idx((row, head, lane * wide), partial_out.layout)
             log = partial_lse.iterator + cute.crd2idx((row, head), partial_lse.layout)
             load_part(words, logs, j, (at, log), d_v)
     total = Sum((Float32(1.0 / LN2), Float32(LN2)), share.channels)
     loads.add_to(total)
     empty, value, channels = total.finish()
-    at = out.iterator + cute.crd2idx((token, head, lane * share.channels), out.layout)
-    compat.store_words(at, quant.pack(channels, out.element_type))
+    at = out.iterator + cute.crd2idx((token, head, lane * wide), out.layout)
+    for k in cutlass.range_constexpr(share.chunks):
+        mine = channels[k * wide : (k + 1) * wide]
+        compat.store_words(at + k * (d_v // share.chunks), quant.pack(mine, out.element_type))
     if lane == 0:
         if empty:
             value = -Float32.inf

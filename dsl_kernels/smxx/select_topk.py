@@ -38,7 +38,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from .. import compat
-from . import topk_emit, topk_keys, topk_rank, topk_threshold
+from . import topk_emit, topk_keys, topk_threshold
 from .topk_keys import Row, Shape
 
 if TYPE_CHECKING:
@@ -117,49 +117,28 @@ def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -
     topk_keys.count_upper(shape, sm, keys, row)
     found, above, inside, _ = topk_threshold.find(shape, sm, 0, k)
     left = k - above
-    if cutlass.const_expr(shape.ranks):
-        if inside <= topk_rank.RANKED:
-            topk_rank.mark(shape, sm, keys, row, found, left)
-        else:
-            left = _by_digits(shape, sm, keys, row, (found, inside, left))
-    else:
-        left = _by_digits(shape, sm, keys, row, (found, inside, left))
-    cute.arch.sync_threads()
-    topk_emit.emit(shape, sm, where, row, left)
-
-
-@cute.jit
-def _by_digits(shape: cutlass.Constexpr, sm: Any, keys: Any, row: Row, what: Any) -> Int32:
-    """Sets the bits of selected columns, and of those that tie for the last places, after as many
-    further passes as it takes; how many of these are wanted.
-
-    Args:
-        what: (bin of the first pass, keys in it, how many of them are wanted).
-    """
-    found, inside, left = what
-    _, middle, lower = shape.digits
-    least = found << middle[0]
-    topk_keys.collect(shape, sm, keys, row, least)
+    topk_keys.collect(shape, sm, keys, row, found << 21)
     cute.arch.sync_threads()
     listed = sm.sums[topk_keys.LISTED]
     # all at ``least`` or above are wanted, and the first ``left`` of those one below it that tie
-    prefix, ties = found, Int32(0)
+    prefix, least, ties = found, found << 21, Int32(0)
     if inside != left:
         topk_keys.count_in(shape, sm, keys, row, (1, prefix, listed))
         found, above, inside, one_key = topk_threshold.find(shape, sm, 1, left)
         left -= above
-        prefix = (prefix << (middle[0] - lower[0])) | found
-        least = prefix << lower[0]
+        prefix = (prefix << 11) | found
+        least = prefix << 10
         if inside != left:
             if one_key == 0:
                 topk_keys.count_in(shape, sm, keys, row, (2, prefix, listed))
                 found, above, inside, _ = topk_threshold.find(shape, sm, 2, left)
                 left -= above
-                least = (prefix << lower[0]) | found
+                least = (prefix << 10) | found
             if inside != left:
                 ties = Int32(1)
     topk_keys.mark(shape, sm, keys, row, (least, ties, listed))
-    return left
+    cute.arch.sync_threads()
+    topk_emit.emit(shape, sm, where, row, left)
 
 
 def feasible(spec: VariantSpec) -> str | None:

@@ -31,11 +31,6 @@ LISTED_BY = 6  # entries of the list for each thread
 MOST_POSITIONS = 2048  # selected of a row, the largest k
 STREAMED = 1 << 17  # columns of a CTA, at most, where keys are not kept
 MINUS_INFINITY = 0xFF800000
-# of ``Shape.digits``; with more bins in the first pass the threshold's has few keys as a rule
-DIGITS = ((32, 21, BINS - 1), (21, 10, BINS - 1), (10, 0, 1023))
-FINE_DIGITS = ((32, 19, 8191), (19, 8, BINS - 1), (8, 0, 255))
-COLUMN = 13  # bits of a column beside the lower 19 of a key
-MOST_KEYS_RANKED = 16  # a thread; with 32 the registers are full
 
 
 @dataclass(frozen=True)
@@ -80,25 +75,6 @@ class Shape:
     def ranks_at_once(self) -> int:
         """CTAs that are read from side by side: as many as registers beside the keys allow."""
         return min(self.cluster, 4 if self.keys == 32 else 8)
-
-    @property
-    def ranks(self) -> bool:
-        """Whether the keys of the threshold's bin, if they are few, are ranked at once: a CTA has
-        the row, and key and column within that bin are one word together (``topk_rank``)."""
-        return self.cluster == 1 and 0 < self.keys <= MOST_KEYS_RANKED and self.share <= 1 << COLUMN
-
-    @property
-    def digits(self) -> tuple[tuple[int, int, int], ...]:
-        """(bits below the prefix, bits below the bin, mask of the bin) of each pass."""
-        return FINE_DIGITS if self.ranks else DIGITS
-
-    def bins(self, number: int) -> int:
-        """Bins of a pass's histogram that there is room for."""
-        return max(self.digits[number][2] + 1, BINS)
-
-    def hist_at(self, number: int) -> int:
-        """Where the histogram of a pass begins; of the pass behind the last, the end of all."""
-        return sum(self.bins(i) for i in range(number))
 
     @property
     def listed(self) -> int:
@@ -228,10 +204,10 @@ def order(shape: cutlass.Constexpr, keys: cute.Tensor, row: Row, first: Any) -> 
 
 
 @compat.dsl_user_op
-def _count(key: Any, table: Any, shift: int, *, loc: Any = None, ip: Any = None) -> None:
-    """Counts a key in the histogram of upper bits, those from ``shift`` on."""
+def _count(key: Any, table: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Counts a key in the histogram of upper bits."""
     compat.inline_ptx(
-        f"{{\n.reg .b32 a;\nshr.u32 a, {{$r0}}, {shift};\nmad.lo.u32 a, a, 4, {{$r1}};\n"
+        "{\n.reg .b32 a;\nshr.u32 a, {$r0}, 21;\nmad.lo.u32 a, a, 4, {$r1};\n"
         "red.shared.add.u32 [a], 1;\n}",
         read_only_args=[key, table], loc=loc, ip=ip,
     )  # fmt: skip
@@ -281,7 +257,7 @@ def _append(key: Any, least: Any, place: Any, at: Any, *, loc: Any = None, ip: A
 
 
 @compat.dsl_user_op
-def set_bits(table: Any, word: Any, bits: Any, *, loc: Any = None, ip: Any = None) -> None:
+def _set_bits(table: Any, word: Any, bits: Any, *, loc: Any = None, ip: Any = None) -> None:
     """Sets bits, if there are any, of a word of a bitmap."""
     compat.inline_ptx(
         "{\n.reg .pred p;\n.reg .b32 a;\nsetp.ne.u32 p, {$r2}, 0;\n"
@@ -300,7 +276,7 @@ def _again(shape: cutlass.Constexpr, keys: cute.Tensor, row: Row, first: Any) ->
 
 @cute.jit
 def count_upper(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row) -> None:
-    """Orders all keys and counts their upper bits."""
+    """Orders all keys and counts their upper 11 bits."""
     table = address(sm.hist, 0)
     if cutlass.const_expr(shape.streams):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
@@ -316,7 +292,7 @@ def _count_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, tabl
     for c in cutlass.range_constexpr(shape.window):
         if live > c:
             for j in cutlass.range_constexpr(4):
-                _count(keys[4 * c + j], table, shape.digits[0][1])
+                _count(keys[4 * c + j], table)
 
 
 @cute.jit
@@ -365,8 +341,8 @@ def _collect_window(
 def count_in(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, what: Any) -> None:
     """Counts the next digit of keys with a prefix; what = (pass, prefix, length of the list)."""
     number, prefix, listed = what
-    digits = shape.digits[number]
-    table = address(sm.hist, shape.hist_at(number))
+    digits = DIGITS[number]
+    table = address(sm.hist, number * BINS)
     lowest = prefix << digits[0]
     if listed <= shape.listed:
         tidx, _, _ = cute.arch.thread_idx()
@@ -403,8 +379,8 @@ def mark(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, what: A
             bit = Uint32(1) << (place & 31)
             above = Uint32(cutlass.select_(key > over, bit, Uint32(0)))
             tie = Uint32(cutlass.select_((key == least) & (ties != 0), bit, Uint32(0)))
-            set_bits(address(sm.bits, 0), place >> 5, above)
-            set_bits(address(sm.bits, shape.words * shape.threads), place >> 5, tie)
+            _set_bits(address(sm.bits, 0), place >> 5, above)
+            _set_bits(address(sm.bits, shape.words * shape.threads), place >> 5, tie)
     elif cutlass.const_expr(shape.streams):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
@@ -431,13 +407,13 @@ def _mark_window(
                 above |= Uint32(cutlass.select_(key > over, Uint32(1 << j), Uint32(0)))
                 tie |= Uint32(cutlass.select_(key == least, Uint32(1 << j), Uint32(0)))
             word = (place >> 5) + c * (CHUNK // 32)
-            put_word(sm.bits, word, above << shift, lane)
+            _put_word(sm.bits, word, above << shift, lane)
             if ties != 0:
-                put_word(sm.bits, shape.words * shape.threads + word, tie << shift, lane)
+                _put_word(sm.bits, shape.words * shape.threads + word, tie << shift, lane)
 
 
 @cute.jit
-def put_word(bits: cute.Tensor, word: Any, mine: Uint32, lane: Int32) -> None:
+def _put_word(bits: cute.Tensor, word: Any, mine: Uint32, lane: Int32) -> None:
     """A word of a bitmap, of which eight neighbouring lanes have four bits each.  A chunk's four
     words are one warp's, so they are stored, not added to."""
     whole = mine
@@ -452,4 +428,6 @@ def address(tensor: Any, index: Any) -> Any:
     return Int32((tensor.iterator + index).toint())
 
 
+# (bits below the prefix, bits below the bin, mask of the bin) of each pass
+DIGITS = ((32, 21, BINS - 1), (21, 10, BINS - 1), (10, 0, 1023))
 LISTED = 4  # in ``sums``: entries of the list

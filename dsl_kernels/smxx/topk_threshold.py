@@ -13,7 +13,7 @@ from . import quant
 from .topk_keys import BINS, Shape, address
 
 PASSES = 3
-GROUP = quant.WARP  # lanes whose bins' sum is kept
+GROUP = quant.WARP  # bins whose sum is kept
 GROUPS = BINS // GROUP
 # in ``sums``: bin, keys above; sum of the CTA; whether the bin's keys are one; sums of warps
 FOUND, TOTAL, ONE_KEY, WARPS_AT = 0, 3, 5, 8
@@ -23,7 +23,7 @@ INSIDE = (2, 6, 7)  # in ``sums``: keys in the bin, of each pass, which the next
 class Smem(NamedTuple):
     """Shared memory of a CTA; other CTAs read histograms, groups and one of the sums."""
 
-    hist: cute.Tensor  # u32 (bins of all passes,)
+    hist: cute.Tensor  # u32 (PASSES * BINS,)
     group: cute.Tensor  # i32 (PASSES * GROUPS,)
     list: cute.Tensor  # u32 (entries, 2): key, column of the CTA's run; then selected positions
     bits: cute.Tensor  # u32 (2 * words * threads,): columns above the threshold; at it
@@ -35,7 +35,7 @@ def allocate(shape: Shape) -> Smem:
     smem = cutlass.memory.SmemAllocator()
     rows = cute.make_layout((shape.listed, 2), stride=(2, 1))
     return Smem(
-        smem.allocate_tensor(Uint32, cute.make_layout(shape.hist_at(PASSES)), 16),
+        smem.allocate_tensor(Uint32, cute.make_layout(PASSES * BINS), 16),
         smem.allocate_tensor(Int32, cute.make_layout(PASSES * GROUPS), 16),
         smem.allocate_tensor(Uint32, rows, 16),
         smem.allocate_tensor(Uint32, cute.make_layout(2 * shape.words * shape.threads), 16),
@@ -47,13 +47,8 @@ def allocate(shape: Shape) -> Smem:
 def clear(shape: cutlass.Constexpr, sm: Smem) -> None:
     """Zeroes what is added to."""
     tidx, _, _ = cute.arch.thread_idx()
-    if cutlass.const_expr(shape.ranks):
-        for i in cutlass.range_constexpr(shape.hist_at(PASSES) // (4 * shape.threads)):
-            at = sm.hist.iterator + 4 * (tidx + i * shape.threads)
-            compat.store_words(at, [Uint32(0)] * 4)
-    else:
-        for i in cutlass.range(tidx, shape.hist_at(PASSES), shape.threads, unroll=1):
-            sm.hist[i] = Uint32(0)
+    for i in cutlass.range(tidx, PASSES * BINS, shape.threads, unroll=1):
+        sm.hist[i] = Uint32(0)
     for w in cutlass.range_constexpr(2 * shape.words):
         sm.bits[tidx + w * shape.threads] = Uint32(0)
     if tidx < WARPS_AT:  # FOUND to LISTED are loaded as a vector
@@ -115,23 +110,6 @@ def _pair_of_all(
     return low, high
 
 
-@cute.jit
-def _four(sm: Smem, place: Int32) -> list[Int32]:
-    """Bins of the lane ``place`` of all groups, where a lane has four."""
-    return [Int32(x) for x in compat.load_words(sm.hist.iterator + 4 * place, 4)]
-
-
-@cute.jit
-def _one_of_four(sm: Smem, bins: Any, place: Int32, above: Int32, wanted: Int32) -> None:
-    """Which of a lane's bins has the ``wanted``-th key; ``above``: keys above all four."""
-    for j in cutlass.range_constexpr(3, -1, -1):
-        if (above < wanted) & (above + bins[j] >= wanted):
-            sm.sums[FOUND] = 4 * place + j
-            sm.sums[FOUND + 1] = above
-            sm.sums[INSIDE[0]] = bins[j]
-        above += bins[j]
-
-
 def _suffix(value: Any, lane: Any) -> Any:
     """Sum over this lane and those behind it."""
     step = 1
@@ -164,12 +142,7 @@ def find(
     cute.arch.sync_threads()
     for i in cutlass.range_constexpr(GROUPS // shape.warps):
         group = warp + i * shape.warps
-        place = group * GROUP + lane
-        if cutlass.const_expr(shape.bins(number) > BINS):
-            four = _four(sm, place)
-            bins = four[0] + four[1] + (four[2] + four[3])
-        else:
-            bins = Int32(sm.hist[shape.hist_at(number) + place])
+        bins = Int32(sm.hist[number * BINS + group * GROUP + lane])
         total = cute.arch.warp_redux_sync(bins, "add")
         if lane == 0:
             sm.group[number * GROUPS + group] = total
@@ -190,23 +163,16 @@ def find(
         if above + in_high < wanted:
             above += in_high
             group -= 1
-        if cutlass.const_expr(shape.bins(number) > BINS):
-            four = _four(sm, group * GROUP + lane)
-            here = four[0] + four[1] + (four[2] + four[3])
-            over = _suffix(here, lane) + above
-            if lane == _last(over >= wanted):
-                _one_of_four(sm, four, group * GROUP + lane, over - here, wanted)
-        else:
-            here = _of_all(shape, sm.hist, shape.hist_at(number) + group * GROUP + lane)
-            if (group == 0) & (lane == 0):
-                sm.sums[ONE_KEY] = Int32(here == 0)
-                here += rest
-            over = _suffix(here, lane) + above
-            at = _last(over >= wanted)
-            if lane == at:
-                sm.sums[FOUND] = group * GROUP + at
-                sm.sums[FOUND + 1] = over - here
-                sm.sums[INSIDE[number]] = here
+        here = _of_all(shape, sm.hist, number * BINS + group * GROUP + lane)
+        if (group == 0) & (lane == 0):
+            sm.sums[ONE_KEY] = Int32(here == 0)
+            here += rest
+        over = _suffix(here, lane) + above
+        at = _last(over >= wanted)
+        if lane == at:
+            sm.sums[FOUND] = group * GROUP + at
+            sm.sums[FOUND + 1] = over - here
+            sm.sums[INSIDE[number]] = here
     cute.arch.sync_threads()
     at_bin = Uint32(sm.sums[FOUND])
     one_key = Int32(at_bin == 0) & sm.sums[ONE_KEY]

@@ -47,7 +47,7 @@ class Hash:
     """
 
     def __init__(self) -> None:
-        self._factors = torch.empty(0, dtype=torch.int64)
+        self._factors = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, ...) -> int64 (rows,)."""
@@ -60,7 +60,7 @@ class Hash:
     def _of(self, width: int, device: torch.device) -> Tensor:
         while len(self._factors) < width:
             generator = torch.Generator().manual_seed(len(self._factors))
-            made = torch.randint(1 << 61, (BLOCK,), generator=generator) * 2 + 1
+            made = torch.randint(1 << 61, (BLOCK,), generator=generator, device="cpu") * 2 + 1
             self._factors = torch.cat((self._factors.to(device), made.to(device)))
         return self._factors[:width]
 

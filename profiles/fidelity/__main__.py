@@ -3,6 +3,7 @@
 python -m profiles.fidelity rehearse            two small layers on the CPU, every part, ~2 minutes
 python -m profiles.fidelity all --limit 540     train three models and evaluate them; call again
                                                 until it says that nothing is left
+python -m profiles.fidelity high                accuracy="high": layers and drift of one small model
 python -m profiles.fidelity gates               the acceptance, from the committed JSON
 python -m profiles.fidelity figures             docs/fidelity/*.svg, from the committed JSON
 """
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from codegen.artifacts import ROOT, write_atomic
 from profiles.device import require_cuda
-from profiles.fidelity import checkpoint, figures, gates
+from profiles.fidelity import checkpoint, figures, gates, high
 from profiles.fidelity.config import RECIPES
 from profiles.fidelity.data import Corpus
 from profiles.fidelity.evaluate import EXPECTED, PARTS, evaluate
@@ -185,6 +186,33 @@ def evaluate_one(
     study = study_of(name, size, work)
     for each in part or list(PARTS):
         write_result(out, evaluate(study, each))
+
+
+@app.command("high")
+def high_accuracy(
+    size: Annotated[str, typer.Option(help="small, or rehearsal, on a CPU")] = "small",
+    work: Work = WORK,
+    out: Annotated[Path, typer.Option(help="folder of the page")] = ROOT / "build" / "bench",
+    limit: Limit = 540.0,
+) -> None:
+    """Layers and drift of one model with accuracy="high" beside the default, as a page; trains the
+    model first; exit code 3 if not done."""
+    name, seed = {"small": ("small-2", 2), "rehearsal": ("rehearsal", 1)}[size]
+    if size == "rehearsal":
+        torch.set_num_threads(1)
+        work = work / "rehearsal"
+    else:
+        require_cuda()
+    if not trained(name, size, seed, work, work / "results", limit):
+        raise typer.Exit(3)
+    study = study_of(name, size, work)
+    study.scope = high.scope_of(study.scope)
+    found = [evaluate(study, part) for part in high.PARTS]
+    for result in found:
+        write_result(out, {**result, "model": f"high-{name}"})
+    text = high.page(*found)
+    write_atomic(out / f"{high.NAME}-{size}.md", text)
+    console.print(text)
 
 
 def known(name: str) -> tuple[str, int]:

@@ -7,7 +7,6 @@ latents in bf16 (or wider), which it stores in its own format first.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,15 +114,13 @@ def _padded(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % PAGE))
 
 
-def kernels(terms: int = 1) -> Attend:
+def kernels(**options: str) -> Attend:
     """snapmla's own: append to a paged cache, quantise queries, plan, decode.
 
     Args:
-        terms: e4m3 terms of P; 2 wants a library whose ``plan_decode`` has an ``accuracy``.
+        options: of ``plan_decode``.
     """
     import snapmla
-
-    options: dict[str, Any] = {} if terms == 1 else {"accuracy": "high"}
 
     def attend(
         q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, softmax_scale: float
@@ -143,7 +140,7 @@ def kernels(terms: int = 1) -> Attend:
         query = snapmla.quantize_q(nope, turned)
         plan = snapmla.plan_decode(
             blocks.lengths, heads, blocks.s_q, page_size=PAGE, max_pages=blocks.table.shape[1],
-            **options,
+            **options,  # type: ignore[arg-type]
         )  # fmt: skip
         out, _ = snapmla.decode(
             query, cache, blocks.table, blocks.lengths,
@@ -246,12 +243,18 @@ def backends(names: Sequence[str], device: torch.device, peers: Path | None) -> 
     return [_backend(name, device, peers) for name in names]
 
 
-KERNELS = ("kernel", "kernel2", "flashmla_bf16", "flashmla_fp8")
+# Our kernels: by name the options of their plans.
+OURS: dict[str, dict[str, str]] = {
+    "kernel": {}, "kernel2": {"accuracy": "high", "pipeline": "etap"},
+    "kernel_high": {"accuracy": "high"},
+}  # fmt: skip
+KERNELS = (*OURS, "flashmla_bf16", "flashmla_fp8")
 NAMES = ("bf16", *SETTINGS, *KERNELS)
 _TEXTS = {
     "bf16": "BF16",
     "kernel": "our kernel, one term",
     "kernel2": "our kernel, two terms",
+    "kernel_high": "our kernel, accuracy high",
     "flashmla_bf16": "FlashMLA BF16",
     "flashmla_fp8": "FlashMLA FP8",
 }
@@ -266,9 +269,8 @@ def _backend(name: str, device: torch.device, peers: Path | None) -> Backend:
     if name not in NAMES:
         raise ValueError(f"attention: expected one of {', '.join(NAMES)}; got {name!r}")
     made: Callable[[], Attend]
-    if name in ("kernel", "kernel2"):
-        terms = 2 if name == "kernel2" else 1
-        reason, made = _without_kernels(terms), lambda: kernels(terms)
+    if name in OURS:
+        reason, made = _without_kernels(), lambda: kernels(**OURS[name])
         stored = _stored_by(SETTINGS["ours"])
     else:
         library = make(name, peers)
@@ -280,15 +282,10 @@ def _backend(name: str, device: torch.device, peers: Path | None) -> Backend:
     return Backend(name, _TEXTS[name], None if reason else made(), stored, reason or "")
 
 
-def _without_kernels(terms: int) -> str | None:
-    """Why our kernels with so many terms of P cannot run, or None."""
-    if importlib.util.find_spec("tvm_ffi") is None:
-        return "apache-tvm-ffi is not installed"
-    import snapmla
-
-    if terms > 1 and "accuracy" not in inspect.signature(snapmla.plan_decode).parameters:
-        return "this library has no kernel with two terms of P"
-    return None
+def _without_kernels() -> str | None:
+    """Why our kernels cannot run, or None."""
+    found = importlib.util.find_spec("tvm_ffi") is not None
+    return None if found else "apache-tvm-ffi is not installed"
 
 
 def sane(attend: Attend, device: torch.device) -> float:

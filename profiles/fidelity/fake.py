@@ -96,6 +96,7 @@ PLAIN = replace(MIMIC, top="fixed")
 SETTINGS = {
     "ours": Setting(MIMIC, "snapmla, one term of P"),
     "ours2": Setting(replace(MIMIC, p_terms=2), "snapmla, two terms of P"),
+    "high": Setting(replace(MIMIC, p_dtype="f16"), "snapmla, accuracy high"),
     "paper": Setting(SNAPMLA, "SnapMLA's paper (P to 448)"),
     "A": Setting(TABLE_2["A"], "A: per token, RoPE too"),
     "B": Setting(TABLE_2["B"], "B: per tensor, static 1.0"),
@@ -199,9 +200,11 @@ def _frames(s2: Tensor, t: Tensor, sigma_max: float, config: QuantConfig) -> Ten
 
 
 def _rounded(p: Tensor, config: QuantConfig) -> Tensor:
-    """The sum of P's e4m3 terms."""
+    """The sum of P's terms."""
     if config.p_scale == "none":
         return p
+    if config.p_dtype == "f16":
+        return p.half().to(p.dtype)
     first = to_e4m3(p).to(p.dtype)
     if config.p_terms == 1:
         return first

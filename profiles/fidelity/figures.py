@@ -15,7 +15,8 @@ LABELS = {
     "bf16": "BF16", "ours": "ours", "ours2": "ours, two terms", "paper": "paper's P",
     "pow2": "power-of-two scales", "phased": "scales of many phases",
     "plain": "largest element at 448", "c128": "128-channel scales", "exact_p": "P exact",
-    "kernel": "our kernel", "kernel2": "our kernel, two terms", "flashmla_bf16": "FlashMLA BF16",
+    "kernel": "our kernel", "kernel2": "our kernel, two terms", "high": "ours, high",
+    "kernel_high": "our kernel, high", "flashmla_bf16": "FlashMLA BF16",
     "flashmla_fp8": "FlashMLA FP8",
 }  # fmt: skip
 COLOURS = {name: f"C{i}" for i, name in enumerate(("ours", "A", "B", "C", "D", "flashmla_fp8"))}

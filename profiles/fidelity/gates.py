@@ -18,7 +18,8 @@ MAIN = "full"  # FlashMLA FP8's drift is judged on this model, and reported of t
 NEAR, FAR = "1024", "65536"
 MODELS, SEEDS = 3, 3
 MINUTES = 60.0
-TWINS = {"kernel": "ours", "kernel2": "ours2"}
+TWINS = {"kernel": "ours", "kernel2": "ours2", "kernel_high": "high"}
+WANTED = ("kernel", "kernel2")  # kernels without which nothing is measured
 COMPARED = ("ours2", "paper", *PAPER, "plain", "pow2", "phased", "c128")
 
 
@@ -150,7 +151,7 @@ def kernels_like_fake(results: Results) -> Gate:
                 mean = fmean(x for row in rows for x in row[other]["kl"])
                 figures.append(f"{model}: KL {other} {mean:.3g}")
     claim = f"mean KL to BF16 of our kernels and of fake quantisation within {ALIKE - 1:.0%}"
-    whole = seen == set(TWINS)
+    whole = seen >= set(WANTED)
     return Gate("kernels like fake", claim, _verdict(passed, whole), tuple(figures))
 
 
@@ -189,7 +190,7 @@ def drift(results: Results) -> Gate:
         f"2-sigma constant, 64K over 1K: FlashMLA FP8 >= {DRIFT:g} in the {MAIN} model, "
         f"our kernels <= {STEADY:g} in all"
     )
-    whole = seen == {*TWINS, "flashmla_fp8"}
+    whole = seen >= {*WANTED, "flashmla_fp8"}
     return Gate("drift", claim, _verdict(passed, whole), tuple(figures))
 
 

@@ -60,7 +60,7 @@ class Scope:
     biases: tuple[float, ...] = (0.0, 0.5, 2.0, 8.0)
     kernel_length: int = 0
     names: tuple[str, ...] = NAMES
-    far: tuple[str, ...] = ("bf16", "ours", "ours2", "A", *KERNELS)
+    far: tuple[str, ...] = ("bf16", "ours", "ours2", "high", "A", *KERNELS)
     few: tuple[str, ...] = ("bf16", "ours", "ours2", "A", "D", *KERNELS)
 
 

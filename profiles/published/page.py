@@ -74,8 +74,8 @@ Two of the programs are themselves wrong:
 * **NVIDIA's dense_gemm_persistent_dynamic.** Its epilogue chooses a stage of C by a count of tiles
   that only one call increments, which its warps do not make: the count stays 0, so tiles use the
   same stages again while `cp.async.bulk.wait_group.read` still lets stores read them. With two
-  subtiles a tile (`_1cta`) early landing gives the right bits and random landing others; with four
-  (the pair) no result differed, and the check reports `overwrite-in-use` all the same. The
+  subtiles a tile (`_1cta`) early landing gives the right bits, late and random landing others; with
+  four (the pair) no result differed, and the check reports `overwrite-in-use` all the same. The
   static-persistent twin counts right and passes.
 * **NVIDIA's cluster_tmem_reduce** orders `tcgen05.cp` by `tcgen05.wait::st`, which covers `st` only
   (PTX ISA 9.7.18.6), and has no commit. With the copy landing late the columns are gone first.

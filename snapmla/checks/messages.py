@@ -55,7 +55,7 @@ ADVICE: dict[str, str] = {
     "plan": "make one for this step's shapes with snapmla.plan_decode",
     "pipeline": "leave it out to let the dispatcher choose",
     "row_tile": "leave it out to let the dispatcher choose",
-    "accuracy": "leave it out for one term of P, as fast as it gets",
+    "accuracy": "leave it out for FP8 products, as fast as it gets",
     "num_parts": "leave it out to fill the device",
     "fixed_split_tokens": "leave it out to cut for balance",
     "fixed_overhead": "leave it out for the measured default",

@@ -66,12 +66,13 @@ class DecodePlan(launch.OverTensors):
         causal: whether tiles that the causal rule hides from all rows of a unit are left out.
         split_tiles: tiles of a piece with fixed splits, 0 without.
         check_stale: whether ``decode`` compares its lengths with the planned ones.
-        p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"``.
+        p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"`` and pipeline
+            ``etap``.
         cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or
             ``fp8_v4``.
         num_kv_heads: KV heads of that cache.
-        longest_item: tiles of an item, about, of an fp16 cache, whose results show what longer sums
-            lose; 0: any number.
+        longest_item: tiles of an item, about, of an fp16 cache and of pipeline ``f16``, whose
+            results show what longer sums lose; 0: any number.
         max_stretches: into how many a part may be cut for that; the workspace has room for them.
         tile_ns, read_ns: time of a tile where memory does not bound it, and of reading one, by
             which cuts are weighed against their merge; 0, 0 weighs nothing.

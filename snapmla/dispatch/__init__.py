@@ -27,7 +27,6 @@ from snapmla.dispatch.calls import (
     explain,
     longest_item,
     op_of,
-    p_terms_of,
     sparse_cache_name,
     tile_times,
 )
@@ -58,7 +57,6 @@ __all__ = [
     "longest_item",
     "needs",
     "op_of",
-    "p_terms_of",
     "parts_of",
     "rows_of_unit",
     "sparse_cache_name",

@@ -13,7 +13,7 @@ from snapmla import checks
 from snapmla.dispatch import contest
 from snapmla.dispatch.cards import Card, card_of, cards, find_card
 from snapmla.dispatch.contest import Explanation, Size
-from snapmla.dispatch.decode import REFERENCE, DecodeOp, Problem
+from snapmla.dispatch.decode import ACCURACIES, REFERENCE, STANDARD, DecodeOp, Problem
 from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.dispatch.record_decode import RECORD_OPS
@@ -23,6 +23,7 @@ from snapmla.errors import VariantError
 # What is known of each op that decodes; all of them are kinds of attention to every token of a
 # sequence, so the cache's format alone picks one.
 OPS: dict[str, DecodeOp] = {each.family.op: each for each in (FP8_DECODE, DENSE_DECODE)}
+SPARSE = {each.family.op for each in SPARSE_OPS.values()}
 DECODED = tuple(name for each in OPS.values() for name in each.family.formats)
 # Formats that attention reads; of bytes each has an op, whose kernels no GPU has run yet: they are
 # built when they are asked for.
@@ -32,8 +33,6 @@ _BY_FORMAT: dict[str, DecodeOp] = {
 OPS |= {each.family.op: each for each in RECORD_OPS.values()}
 TILES_OF = "H200"  # card of ``DecodeOp.tile_ns``
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
-STANDARD = "standard"
-P_TERMS = {STANDARD: 1, "high": 2}  # of an accuracy, as users name it
 
 
 def choose(
@@ -45,7 +44,7 @@ def choose(
     out_dtype: str = "bf16",
     pipeline: str | None = None,
     row_tile: int | None = None,
-    p_terms: int = 1,
+    accuracy: str = STANDARD,
     cache: str = DEFAULT,
 ) -> VariantSpec:
     """The decode kernel for a call.
@@ -58,7 +57,7 @@ def choose(
         num_heads, s_q, page_size: checked already; heads that read one KV head.
         out_dtype: ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
         pipeline, row_tile: the caller's wish, None for the best.
-        p_terms: e4m3 terms of P, 1 or 2; more rows than a kernel of two takes are several blocks.
+        accuracy: as ``plan_decode`` takes it; more rows than its kernels take are several blocks.
         cache: name of its format, ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or ``fp8_v4``.
 
     Raises:
@@ -68,7 +67,7 @@ def choose(
     """
     return choose_on(
         card_of(device), num_heads, s_q, page_size, out_dtype=out_dtype, pipeline=pipeline,
-        row_tile=row_tile, p_terms=p_terms, cache=cache,
+        row_tile=row_tile, accuracy=accuracy, cache=cache,
     )  # fmt: skip
 
 
@@ -81,15 +80,15 @@ def choose_on(
     out_dtype: str = "bf16",
     pipeline: str | None = None,
     row_tile: int | None = None,
-    p_terms: int = 1,
+    accuracy: str = STANDARD,
     cache: str = DEFAULT,
 ) -> VariantSpec:
     """``choose`` for a card, which need not be here."""
     op = op_of(cache)
-    _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
+    pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
     problem = Problem(
         op, num_heads, s_q, page_size, FORMATS[cache].result(out_dtype), card,
-        pipeline, row_tile, p_terms,
+        pipeline, row_tile, p_terms, accuracy=accuracy,
     )  # fmt: skip
     best, reasons = contest.judge(problem)
     if best is None:
@@ -104,7 +103,7 @@ def choose_sparse(
     out_dtype: str = "bf16",
     pipeline: str | None = None,
     row_tile: int | None = None,
-    p_terms: int = 1,
+    accuracy: str = STANDARD,
     cache: str = DEFAULT,
 ) -> VariantSpec:
     """The kernel for a sparse decode on a card; arguments and errors as of ``choose``.
@@ -115,10 +114,10 @@ def choose_sparse(
         cache: name of its format, ``fp8`` or ``fp8_ds_mla``.
     """
     op = SPARSE_OPS[cache]
-    _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
+    pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
     problem = SparseProblem(
         op, num_heads, 1, ANY_PAGE, FORMATS[cache].result(out_dtype), card,
-        pipeline, row_tile, p_terms,
+        pipeline, row_tile, p_terms, accuracy=accuracy,
     )  # fmt: skip
     best, reasons = contest.judge(problem)
     if best is None:
@@ -149,7 +148,8 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
 
 def longest_item(spec: VariantSpec) -> int:
     """Tokens that a kernel sums in one go, about; 0: any number."""
-    return OPS[spec.op].longest_item(spec) if spec.op in OPS else 0
+    op = SPARSE_OPS[spec.cache_dtype] if spec.op in SPARSE else OPS.get(spec.op)
+    return 0 if op is None else op.longest_item(spec)
 
 
 def op_of(cache: str) -> DecodeOp:
@@ -162,29 +162,21 @@ def cache_name(cache_dtype: str | torch.dtype) -> str:
     return checks.format_named(cache_dtype)
 
 
-def name_of(p_terms: int) -> str:
-    """The accuracy of so many terms of P."""
-    return next(name for name, terms in P_TERMS.items() if terms == p_terms)
-
-
-def p_terms_of(accuracy: str) -> int:
-    """Terms of P of an accuracy.  Raises ValueError for one that does not exist."""
-    checks.choice("accuracy", accuracy, tuple(P_TERMS))
-    return P_TERMS[accuracy]
-
-
 def _check_wishes(
-    op: DecodeOp, arch: str, pipeline: str | None, row_tile: int | None, p_terms: int
-) -> None:
+    op: DecodeOp, arch: str, pipeline: str | None, row_tile: int | None, accuracy: str
+) -> tuple[str | None, int]:
+    """(pipeline, terms of P) that a caller insists on."""
+    checks.choice("accuracy", accuracy, ACCURACIES)
     known = op.values("pipeline")
     if pipeline is not None and pipeline not in known:  # another architecture's is told apart later
         here = op.pipelines(arch)
         checks.choice("pipeline", pipeline, [each for each in known if each in here] or known)
     if row_tile is not None:
         checks.choice("row_tile", row_tile, op.values("row_tile"))
-    if p_terms > 1 and op.family.axis("p_terms") is None:
+    if accuracy != STANDARD and op.family.axis("p_terms") is None:
         hint = "its P has 16 bits"
-        checks.value_error("accuracy", f"{STANDARD!r} with {op.about}", name_of(p_terms), hint)
+        checks.value_error("accuracy", f"{STANDARD!r} with {op.about}", accuracy, hint)
+    return op.wished(arch, accuracy, pipeline)
 
 
 def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
@@ -212,13 +204,13 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     features = op.features[asked[0]]
     if not tiles:
         checks.value_error(
-            "accuracy", f"{STANDARD!r} {where}", name_of(problem.p_terms),
+            "accuracy", f"{STANDARD!r} {where}", problem.accuracy,
             f"two terms of P: {features.why_two_terms}",
         )  # fmt: skip
     if row_tile is not None and row_tile not in tiles:
         near = min(tiles, key=lambda tile: abs(tile - row_tile))
         why = features.why_tiles if problem.p_terms == 1 else features.why_two_terms
-        where += "" if problem.p_terms == 1 else f" and accuracy {name_of(problem.p_terms)!r}"
+        where += "" if problem.accuracy == STANDARD else f" and accuracy {problem.accuracy!r}"
         checks.value_error(
             "row_tile", f"{' or '.join(map(str, tiles))} {where}", row_tile,
             f"{why}; the nearest is row_tile={near}, or leave row_tile out",
@@ -258,8 +250,8 @@ def explain(
         card: a card on file instead: ``H200``, ``H100 SXM``, ``H800 SXM``, ``H20`` or ``B200``;
             ``H100`` and ``H800`` are the same two.
         pipeline, row_tile: as given to ``plan_decode``.
-        accuracy: ``standard``, or ``high`` for kernels that sum P as two e4m3 terms; the text then
-            says what the second costs.
+        accuracy: ``standard``, or ``high`` for kernels with exact logits; the text then says what
+            they cost.
         cache_dtype, num_kv_heads: of the cache, as given to ``plan_decode``.
         topk: of sparse decode, entries of a query token's row of ``indices``: the call is then
             ``decode(..., indices=)`` by a plan of ``plan_sparse_decode``, ``cache_dtype`` is
@@ -287,7 +279,7 @@ def explain(
         )  # fmt: skip
         return contest.explain(sparse, size)
     cache_dtype = checks.cache_dtype(cache_dtype, more=tuple(RECORD_OPS))
-    cache, p_terms = cache_name(cache_dtype), p_terms_of(accuracy)
+    cache = cache_name(cache_dtype)
     checks.page_size_of(cache, page_size)
     checks.kv_heads(num_kv_heads, num_heads, cache)
     checks.integer("batch", batch, 1)
@@ -295,10 +287,10 @@ def explain(
     out = _out_name(cache, out_dtype)
     op = op_of(cache)
     where = find_card(device, card)
-    _check_wishes(op, where.arch, pipeline, row_tile, p_terms)
+    pipeline, p_terms = _check_wishes(op, where.arch, pipeline, row_tile, accuracy)
     problem = Problem(
         op, num_heads, s_q, page_size, out, where,
-        pipeline, row_tile, p_terms, num_kv_heads,
+        pipeline, row_tile, p_terms, num_kv_heads, accuracy,
     )  # fmt: skip
     return contest.explain(problem, Size(batch, seqlen))
 
@@ -322,10 +314,12 @@ def _sparse_problem(
     cache_dtype: str | torch.dtype,
 ) -> SparseProblem:
     """What ``explain`` asks of a sparse decode; checks it."""
-    cache, p_terms = sparse_cache_name(cache_dtype), p_terms_of(accuracy)
+    cache = sparse_cache_name(cache_dtype)
     op, out = SPARSE_OPS[cache], _out_name(cache, out_dtype)
-    _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
-    return SparseProblem(op, num_heads, 1, ANY_PAGE, out, card, pipeline, row_tile, p_terms)
+    pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
+    return SparseProblem(
+        op, num_heads, 1, ANY_PAGE, out, card, pipeline, row_tile, p_terms, accuracy=accuracy
+    )
 
 
 def sparse_cache_name(cache_dtype: str | torch.dtype) -> str:

@@ -16,6 +16,7 @@ from snapmla.dispatch.contest import Size, judge
 from snapmla.dispatch.costs import Costs, costs_of
 from snapmla.layouts import kernel_page_size
 
+STANDARD, HIGH = ACCURACIES = ("standard", "high")  # as users name them
 OUT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 REFERENCE = Size(32, 16384)  # at which candidates are compared
 
@@ -64,6 +65,8 @@ class DecodeOp:
         kernels: one of its kernels, for messages.
         assumed: costs on an architecture where no table has any, if others stand in for them.
         tile_ns: nanoseconds of a tile, by pipeline and row tile, where memory does not bound it.
+        exact: by architecture the pipeline with exact logits, which accuracy ``high`` means where
+            no other is asked for.
         elsewhere: of architectures that have none of its kernels, what serves there.
     """
 
@@ -78,6 +81,15 @@ class DecodeOp:
     assumed: Callable[[str], Costs | None] | None = None
     tile_ns: Mapping[tuple[str, int], int] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    exact: Mapping[str, str] = field(default_factory=dict)
+
+    def wished(self, arch: str, accuracy: str, pipeline: str | None) -> tuple[str | None, int]:
+        """(pipeline, terms of P) of a wish: ``high`` is exact logits, and two terms of P where a
+        pipeline without them is asked for, or none has them."""
+        exact = self.exact.get(arch)
+        if accuracy == HIGH and exact is not None and pipeline in (None, exact):
+            return exact, 1
+        return pipeline, 2 if accuracy == HIGH else 1
 
     def costs(self, arch: str) -> tuple[Costs | None, bool]:
         """What is known of its kernels on an architecture, and whether they were measured."""
@@ -144,6 +156,7 @@ class Problem:
         pipeline, row_tile: what the caller insists on, None for no wish.
         p_terms: e4m3 terms of P.
         num_kv_heads: of the cache, which query heads share evenly.
+        accuracy: what ``pipeline`` and ``p_terms`` are for, as the caller named it.
     """
 
     op: DecodeOp
@@ -156,6 +169,12 @@ class Problem:
     row_tile: int | None = None
     p_terms: int = 1
     num_kv_heads: int = 1
+    accuracy: str = STANDARD
+
+    @property
+    def exactly(self) -> bool:
+        """Whether it is exact logits that make its accuracy high."""
+        return self.accuracy != STANDARD and self.p_terms == 1
 
     @property
     def rows(self) -> int:
@@ -202,6 +221,8 @@ class Problem:
             return f"{pipeline} has no page size of {self.page_size}"
         if self.out_dtype not in features.out_dtypes:
             return f"{pipeline} writes {' or '.join(features.out_dtypes)}, not {self.out_dtype}"
+        if self.exactly and pipeline != self.pipeline:
+            return f"its logits are not exact, as accuracy={self.accuracy!r} wants them"
         if self.pipeline not in (None, pipeline):
             return f"pipeline={self.pipeline!r} was asked for"
         if self.row_tile not in (None, row_tile):
@@ -247,12 +268,13 @@ class Problem:
             f"on {self.card.name}"
         )
         asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
+        asked += f", accuracy {self.accuracy}" if self.exactly else ""
         asked += "" if self.num_kv_heads == 1 else f", {self.num_kv_heads} KV heads"
         peak = self.op.effective_tflops(self.card)
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
     def remarks(self, size: Size) -> list[str]:
-        """What the second term of P costs; whose times these are, if not the kernels' own."""
+        """What accuracy costs; whose times these are, if not the kernels' own."""
         costs, measured = self._costs()
         if costs is not None and costs.card.source == "datasheet":
             return [
@@ -261,15 +283,20 @@ class Problem:
             ]
         if costs is not None and not measured:
             return [f"no table was fitted for decode over {self.op.about} yet: times are estimates"]
-        if self.p_terms == 1:
+        if self.p_terms == 1 and not self.exactly:
             return []
-        plain = replace(self, p_terms=1)
+        plain = replace(
+            self, p_terms=1, accuracy=STANDARD, pipeline=None if self.exactly else self.pipeline
+        )
         (best, _), (usual, _) = judge(self), judge(plain)
         us = None if best is None else self.model_us(best, size)
         usual_us = None if usual is None else plain.model_us(usual, size)
         if usual is None or us is None or usual_us is None:
             return []
+        what, beside = "the second term of P", "of one"
+        if self.exactly:
+            what, beside = "exact logits", "of accuracy 'standard'"
         return [
-            f"the second term of P: {us / usual_us:.2f}x the time of one ({usual_us:.1f} us, "
+            f"{what}: {us / usual_us:.2f}x the time {beside} ({usual_us:.1f} us, "
             f"{usual.pipeline} row_tile {usual.row_tile}), both by the model"
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES, TWO_TERMS
+from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES, TILES_OF, TWO_TERMS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.decode import DecodeOp, Features
@@ -12,6 +12,8 @@ BF16_TILES, FP8_TILES = 1, 16  # of the 17 64-channel tiles a token costs (SnapM
 # Tensor-core cycles of one 64-token tile and 64 rows: Q.K 16 x 32 FP8 + 4 x 32 BF16; P.V, a term.
 QK_CYCLES, PV_CYCLES = 640, 512
 F16_CYCLES = 2 * QK_CYCLES - 128 + 2 * PV_CYCLES  # of 16-bit products; RoPE's are already
+
+ONE_TERM = "it sums one, and nothing there has 16-bit products of this cache"
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
@@ -41,22 +43,29 @@ FP8_DECODE = DecodeOp(
             PAGE_SIZES,
         ),
         "f16": Features(  # its sums of P.V grow in the tensor core over a whole item
-            (16, 32, 64), "more rows are several blocks", "16-bit products, the cache in registers",
-            PAGE_SIZES, why_two_terms="its P has 16 bits", asked=True,
-            longest_item=FORMATS["f16"].longest_item,
+            TILES_OF["f16"], "more rows are several blocks",
+            "16-bit products, the cache in registers", PAGE_SIZES,
+            why_two_terms="its P has 16 bits", asked=True, longest_item=FORMATS["f16"].longest_item,
         ),
         "ws": Features(
             (64,), "it puts rows on the MMA's M = 64",
             "tcgen05.mma.ws, so far on the software GPU only", PAGE_SIZES,
+            why_two_terms=ONE_TERM,
         ),
         "pair": Features(
             (128,), "it puts rows on M = 128 of two CTAs",
             "cta_group::2, so far on the software GPU only", PAGE_SIZES,
+            why_two_terms=ONE_TERM,
         ),
     },
     token_bytes=FORMATS["fp8"].token_bytes,
     tensor_cycles=tensor_cycles,
     effective_tflops=effective_tflops,
-    # H200, 6 to 32 sequences of 64 to 1536 tokens: what a tile more takes
-    tile_ns={("etap", 16): 870, ("etap", 32): 870, ("etap", 64): 1270, ("etap", 128): 1270},
+    exact={"sm_90a": "f16"},
+    # H200, 6 to 32 sequences of 64 to 1536 tokens: what a tile more takes; of f16 these by the
+    # ratio of both pipelines' times of a tile in data/decode_costs.json
+    tile_ns={
+        ("etap", 16): 870, ("etap", 32): 870, ("etap", 64): 1270, ("etap", 128): 1270,
+        ("f16", 16): 920, ("f16", 32): 970, ("f16", 64): 1780,
+    },
 )  # fmt: skip

@@ -17,8 +17,9 @@ from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.families.sparse_prefill import row_tile_of, split_row_tile_of
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
-from snapmla.dispatch.calls import DECODED, STANDARD, choose_on, choose_sparse, p_terms_of
+from snapmla.dispatch.calls import DECODED, choose_on, choose_sparse
 from snapmla.dispatch.cards import cards, find_card
+from snapmla.dispatch.decode import STANDARD
 from snapmla.dispatch.sparse_decode import SPARSE_OPS
 from snapmla.layouts import kernel_page_size
 
@@ -184,12 +185,12 @@ def _decodes(model: Model) -> Iterator[VariantSpec]:
     if model.sparse:
         for heads in model.heads:
             yield choose_sparse(
-                card, heads, out_dtype=model.out, p_terms=p_terms_of(model.accuracy),
+                card, heads, out_dtype=model.out, accuracy=model.accuracy,
                 cache=model.dtype,
             )  # fmt: skip
         return
     for heads, s_q, page in itertools.product(model.heads, model.s_q, model.pages):
         yield choose_on(
             card, heads // model.kv_heads, s_q, kernel_page_size(page), out_dtype=model.out,
-            p_terms=p_terms_of(model.accuracy), cache=model.dtype,
+            accuracy=model.accuracy, cache=model.dtype,
         )  # fmt: skip

@@ -35,7 +35,8 @@ ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 @dataclass(frozen=True, eq=False)
 class SparseOp(DecodeOp):
-    """A ``DecodeOp`` whose kernels take any page size; those of one cache are one pipeline.
+    """A ``DecodeOp`` whose kernels take any page size; those of one cache are one pipeline, beside
+    one that is asked for.
 
     Attributes:
         pipeline: that one.
@@ -69,10 +70,6 @@ class SparseOp(DecodeOp):
         )
         return registry.module_name(spec) is not None
 
-    def pipelines(self, arch: str, wish: str | None = None) -> list[str]:
-        """That of its cache, where the architecture has it."""
-        return [self.pipeline] if self.exists(self.pipeline, arch) else []
-
 
 @dataclass(frozen=True)
 class SparseProblem(Problem):
@@ -104,6 +101,7 @@ class SparseProblem(Problem):
             f"heads, {self.op.about}, {self.out_dtype} out, on {self.card.name}"
         )
         asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
+        asked += f", accuracy {self.accuracy}" if self.exactly else ""
         peak = self.op.effective_tflops(self.card)
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
@@ -137,7 +135,13 @@ SPARSE_OPS = {
                 ROW_TILES["etap"], "it has these", "etap behind a loader that gathers", (ANY_PAGE,),
                 two_terms=TWO_TERMS, why_two_terms="the softmax of 64 rows has no registers",
             ),
+            "f16": Features(
+                ROW_TILES["f16"], "it has these", "f16 behind a loader that gathers", (ANY_PAGE,),
+                why_two_terms="its P has 16 bits", asked=True,
+                longest_item=FORMATS["f16"].longest_item,
+            ),
         },
+        exact={"sm_90a": "f16"},
         tensor_cycles=fp8_decode.tensor_cycles,
         effective_tflops=fp8_decode.effective_tflops,
     ),

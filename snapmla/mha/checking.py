@@ -6,17 +6,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.mha_list import SplitRoom, may_split, most_tiles, workspace_words
+from dsl_kernels.mha_list import (
+    VALUES,
+    WIDTHS,
+    SplitRoom,
+    may_split,
+    most_tiles,
+    workspace_words,
+)
 from snapmla import checks
 
 Tensor = torch.Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
-NOPE, ROPE, D_V = 128, 64, 128  # channels of a head
-D_QK = (NOPE + ROPE, NOPE)
+D_QK = tuple(VALUES)  # channels of a head of q and k
 MAX_TOKENS = 2**31 - 2**16  # of all sequences: the kernel's int32, with room for a tile
 MAX_HEADS = 2**16
 MAX_WORK = 2**31 - 1  # row tiles times heads
+DEFAULT_D_V = 128  # that ``workspace_size`` takes where it is not told
+_CHANNELS = "channels of q and k are 192 (128 and 64 of RoPE), 128, or 256 (192 and 64)"
 
 
 class Mha(NamedTuple):
@@ -44,6 +52,11 @@ class Mha(NamedTuple):
         return float(self.q.shape[-1] ** -0.5 if given is None else given)
 
     @property
+    def d_v(self) -> int:
+        """Channels of a head of v and out."""
+        return VALUES[int(self.q.shape[-1])]
+
+    @property
     def split_room(self) -> SplitRoom | None:
         """Room for pieces, where some sequence's keys may be split."""
         total_k = self.k_nope.shape[0]
@@ -54,7 +67,7 @@ class Mha(NamedTuple):
 
     @property
     def keys(self) -> tuple[Tensor, ...]:
-        """K as kernels take it: 128 channels of a head, and 64 of RoPE where q has 192.
+        """K as kernels take it: channels of a head, and 64 of RoPE where q has 192 or 256.
 
         A RoPE part that is one head expanded is that head.
         """
@@ -62,9 +75,8 @@ class Mha(NamedTuple):
         if rope is not None:
             shared = rope.shape[1] > 1 and rope.stride(1) == 0
             return nope, rope[:, :1] if shared else rope
-        if nope.shape[-1] == NOPE:
-            return (nope,)
-        return nope[..., :NOPE], nope[..., NOPE:]
+        own, *shared_by_all = WIDTHS[int(self.q.shape[-1])]
+        return (nope[..., :own], nope[..., own:]) if shared_by_all else (nope,)
 
 
 def no_gradients(**tensors: Any) -> None:
@@ -79,12 +91,13 @@ def no_gradients(**tensors: Any) -> None:
 def check_shapes(call: Mha) -> None:
     """Checks all but memory: kinds, dtypes, shapes, options."""
     q, v = call.q, call.v
-    _heads("q", q, D_QK, "channels of q and k are 192 (128 and 64 of RoPE) or 128", DTYPES)
+    _heads("q", q, D_QK, _CHANNELS, DTYPES)
     device = q.device
     _check_keys(call)
     total_k, kv_heads = call.k_nope.shape[:2]
-    _heads("v", v, (D_V,), "values have 128 channels a head", (q.dtype,))
-    checks.tensor("v", v, (q.dtype,), (total_k, kv_heads, D_V), device)
+    hint = f"values beside queries of {q.shape[-1]} channels have {call.d_v} a head"
+    _heads("v", v, (call.d_v,), hint, (q.dtype,))
+    checks.tensor("v", v, (q.dtype,), (total_k, kv_heads, call.d_v), device)
     heads = q.shape[1]
     if not 1 <= heads <= MAX_HEADS:
         checks.value_error("q", f"1 to {MAX_HEADS} heads", heads)
@@ -110,21 +123,20 @@ def check_shapes(call: Mha) -> None:
 def _check_keys(call: Mha) -> None:
     """K's one tensor, or its two."""
     q, nope, rope = call.q, call.k_nope, call.k_rope
-    d_qk, widths = q.shape[-1], (q.shape[-1],)
-    if rope is not None:
-        widths = (NOPE,)
-        if d_qk == NOPE:
-            checks.value_error("k_rope", "None beside queries of 128 channels", "a tensor")
+    d_qk = int(q.shape[-1])  # of a tensor in a trace a symbol, which is no key of a table
+    parts = WIDTHS[d_qk]
+    if rope is not None and len(parts) == 1:
+        checks.value_error("k_rope", f"None beside queries of {d_qk} channels", "a tensor")
     hint = f"all {d_qk} channels of a head"
-    if d_qk == D_QK[0]:
-        hint = "128 channels of a head beside k_rope, or all 192 without it"
-    _heads("k_nope", nope, widths, hint, (q.dtype,))
+    if len(parts) == 2:
+        hint = f"{parts[0]} channels of a head beside k_rope, or all {d_qk} without it"
+    _heads("k_nope", nope, (d_qk if rope is None else parts[0],), hint, (q.dtype,))
     checks.tensor("k_nope", nope, (q.dtype,), nope.shape, q.device)
     if rope is not None:
-        _heads("k_rope", rope, (ROPE,), "64 RoPE channels of one head that all share", (q.dtype,))
+        _heads("k_rope", rope, parts[1:], "64 RoPE channels of one head that all share", (q.dtype,))
         total, heads = nope.shape[:2]
         if rope.shape[0] != total or rope.shape[1] not in (1, heads):
-            wanted = f"shape ({total}, 1, {ROPE}) or ({total}, {heads}, {ROPE})"
+            wanted = f"shape ({total}, 1, {parts[1]}) or ({total}, {heads}, {parts[1]})"
             checks.value_error("k_rope", wanted, tuple(rope.shape), "one row for each key")
         checks.tensor("k_rope", rope, (q.dtype,), rope.shape, q.device)
 
@@ -155,7 +167,7 @@ def check_memory(call: Mha) -> None:
     total, heads, _ = call.q.shape
     device = call.q.device
     if call.out is not None:
-        checks.tensor("out", call.out, (call.q.dtype,), (total, heads, D_V), device)
+        checks.tensor("out", call.out, (call.q.dtype,), (total, heads, call.d_v), device)
         checks.aligned_rows("out", call.out, least=1)
         checks.distinct("out", call.out)
     if call.lse is not None:
@@ -172,6 +184,7 @@ def _check_workspace(workspace: Any, call: Mha) -> None:
     words = words_of(call)
     if workspace.shape[0] < words:
         given = "total_q, batch, heads, total_k" if call.split_keys else "total_q, batch"
+        given += ", d_v" if call.split_keys and call.d_v != DEFAULT_D_V else ""
         hint = f"snapmla.mha.workspace_size({given}) says how many"
         checks.value_error("workspace", f"{words} or more words", workspace.shape[0], hint)
     if call.split_room is not None:
@@ -182,7 +195,7 @@ def words_of(call: Mha) -> int:
     """int32 words of the call's workspace."""
     room = call.split_room
     if room is not None:
-        return room.words(call.q.shape[1], D_V)
+        return room.words(call.q.shape[1], call.d_v)
     return workspace_words(call.q.shape[0], call.cu_seqlens_q.shape[0] - 1)
 
 

@@ -32,15 +32,15 @@ def flash_attn_varlen_func(
     """Attention of separate heads over ragged sequences; forward only.
 
     Args:
-        q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128).
+        q: bfloat16 or float16 (total_q, h, d_qk); (d_qk, d_v) as ``mha_prefill`` takes them.
         k: same dtype as q (total_k, h_k, d_qk).
-        v: same dtype as q (total_k, h_k, 128), which may be a strided view.
+        v: same dtype as q (total_k, h_k, d_v), which may be a strided view.
         cu_seqlens_q, cu_seqlens_k: int32 (b + 1,).
         max_seqlen_q, max_seqlen_k: of all sequences.
         softmax_scale: None: d_qk ** -0.5.
         causal: bottom right.
         return_softmax_lse: also returns the LSE.
-        out: same dtype as q (total_q, h, 128), to write into; None allocates.
+        out: same dtype as q (total_q, h, d_v), to write into; None allocates.
 
     Returns:
         out, or (out, lse) with lse float32 (h, total_q), natural logarithm, -inf without keys.

@@ -1,8 +1,9 @@
 """FlashMLA's three names for attention of separate heads, over ``mha_prefill``; forward only.
 
 As there: both results are returned, the LSE has shape (total_q, h) over memory (h, total_q), and
-without ``softmax_scale`` it is d_qk ** -0.5.  Other than there: float16 too, rows of V and K behind
-a sequence's end do not reach it, and nothing but the results and a list of work is allocated.
+without ``softmax_scale`` it is d_qk ** -0.5.  Other than there: float16 and heads of 256 channels
+too, rows of V and K behind a sequence's end do not reach it, and nothing but the results and a list
+of work is allocated.
 
 Source: FlashMLA, ``flash_mla/flash_mla_interface.py``.
 """
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
+from dsl_kernels.mha_list import VALUES
 from snapmla import checks
-from snapmla.mha.checking import D_QK, D_V
+from snapmla.mha.checking import D_QK
 from snapmla.mha.prefill import Results, mha_prefill
 
 Tensor = torch.Tensor
@@ -47,9 +49,9 @@ def flash_attn_varlen_func(
     """Attention of separate heads over ragged sequences.
 
     Args:
-        q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128), last stride 1.
+        q: bfloat16 or float16 (total_q, h, d_qk), last stride 1; d_qk 192, 128 or 256.
         k: same dtype as q (total_kv, h_k, d_qk).
-        v: same dtype as q (total_kv, h_k, 128).
+        v: same dtype as q (total_kv, h_k, d_v); d_v is 128, beside d_qk 256 it is 256.
         cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,); read whatever ``is_varlen`` says.
         max_seqlen_qo, max_seqlen_kv: of all sequences.
         dropout_p: 0.
@@ -59,7 +61,7 @@ def flash_attn_varlen_func(
         is_varlen: False says that all sequences are as long as the longest.
 
     Returns:
-        (out (total_q, h, 128), lse (total_q, h)), natural logarithm, -inf of rows without keys.
+        (out (total_q, h, d_v), lse (total_q, h)), natural logarithm, -inf of rows without keys.
 
     Raises:
         TypeError, ValueError: naming the argument; where dropout or a gradient is wanted.
@@ -85,10 +87,10 @@ def flash_attn_varlen_qkvpacked_func(
     """As ``flash_attn_varlen_func``, of one tensor.
 
     Args:
-        qkv: bfloat16 or float16 (total, h, 2 * head_dim_qk + 128): q, k and v side by side.
+        qkv: bfloat16 or float16 (total, h, 2 * head_dim_qk + d_v): q, k and v side by side.
         cu_seqlens: int32 (b + 1,).
         max_seqlen: of all sequences.
-        head_dim_qk: 192 or 128.
+        head_dim_qk: 192 or 128 (d_v is 128), or 256 (256).
         dropout_p, softmax_scale, causal, deterministic, is_varlen: as there.
 
     Returns:
@@ -130,10 +132,10 @@ def flash_attn_varlen_kvpacked_func(
 
     Args:
         q: bfloat16 or float16 (total_q, h, head_dim_qk).
-        kv: same dtype as q (total_kv, h_k, head_dim_qk + 128): k and v side by side.
+        kv: same dtype as q (total_kv, h_k, head_dim_qk + d_v): k and v side by side.
         cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
         max_seqlen_qo, max_seqlen_kv: of all sequences.
-        head_dim_qk: 192 or 128.
+        head_dim_qk: 192 or 128 (d_v is 128), or 256 (256).
         dropout_p, softmax_scale, causal, deterministic, is_varlen: as there.
 
     Returns:
@@ -167,7 +169,7 @@ def _packed(name: str, value: Any, head_dim_qk: Any, rows: int) -> None:
     checks.not_nested(name, value)
     if not isinstance(value, torch.Tensor):
         checks.type_error(name, "a torch.Tensor", type(value).__name__)
-    width = rows * head_dim_qk + D_V
+    width = rows * head_dim_qk + VALUES[head_dim_qk]
     if value.ndim != 3 or value.shape[-1] != width:
         wanted = f"shape (tokens, heads, {width})"
         checks.value_error(name, wanted, tuple(value.shape), f"head_dim_qk is {head_dim_qk}")

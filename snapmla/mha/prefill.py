@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.mha_list import SplitRoom, workspace_words
+from dsl_kernels.mha_list import VALUES, WHOLE, SplitRoom, most_tiles, sections, workspace_words
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime
 from snapmla.errors import VariantError
 from snapmla.mha.checking import (
-    D_V,
+    DEFAULT_D_V,
     MAX_WORK,
     Mha,
     check_memory,
@@ -61,11 +61,13 @@ def mha_prefill(
     where keys are split, as whether and where that is follows from the sequence's two lengths.
 
     Args:
-        q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128); rows may be strided, 16-byte
-            aligned, as of all that follow.
-        k_nope: same dtype as q, (total_k, h_k, 128) beside ``k_rope``, else (total_k, h_k, d_qk):
-            all of K.  Query heads j * g to (j + 1) * g - 1 read head j, where g = h / h_k.
-        v: same dtype as q, (total_k, h_k, 128).
+        q: bfloat16 or float16 (total_q, h, d_qk); rows may be strided, 16-byte aligned, as of all
+            that follow.  Heads (d_qk, d_v) are (192, 128), (128, 128) or, as of GLM, (256, 256),
+            whose kernels are built when they are first asked for and were not run on a GPU yet.
+        k_nope: same dtype as q, (total_k, h_k, d_qk): all of K; beside ``k_rope`` the first
+            d_qk - 64 channels.  Query heads j * g to (j + 1) * g - 1 read head j, where
+            g = h / h_k.
+        v: same dtype as q, (total_k, h_k, d_v).
         cu_seqlens_q: int32 (b + 1,), where each sequence's query tokens begin, and the end of the
             last.  Ascending within 0..total_q; the host never reads it.  Rows of no sequence are
             left as they are.
@@ -81,8 +83,9 @@ def mha_prefill(
             side by side and merged in their order: of r row tiles (128 query tokens) and n tiles
             of 128 keys min(8, n // 8) // r, where that is 2 or more (128 query tokens: from 1921
             keys on; 512: from 8065).  Not measured on a GPU yet.
-        k_rope: same dtype as q, (total_k, 1, 64), or (total_k, h_k, 64); only beside 192 channels.
-        out: same dtype as q, (total_q, h, 128); rows may be strided, 16-byte aligned.  None
+        k_rope: same dtype as q, (total_k, 1, 64), or (total_k, h_k, 64): the last channels of K;
+            not where d_qk is 128.
+        out: same dtype as q, (total_q, h, d_v); rows may be strided, 16-byte aligned.  None
             allocates.
         lse: float32 (h, total_q), any strides: of an LSE with tokens first give ``.mT``.  None
             allocates.
@@ -107,19 +110,22 @@ def mha_prefill(
     return calls.run(_MHA, _MHA, call)
 
 
-def workspace_size(total_q: int, batch: int, heads: int = 0, total_k: int = 0) -> int:
+def workspace_size(
+    total_q: int, batch: int, heads: int = 0, total_k: int = 0, d_v: int = DEFAULT_D_V
+) -> int:
     """int32 words of a workspace for ``total_q`` query tokens of ``batch`` sequences: 16 bytes and
     8 a row tile (128 query tokens), of which a sequence may have one that is not full.
 
     With ``split_keys`` lists take 16 bytes a row tile, and partial rows are added, each 516 bytes a
-    head: at most 1024 a sequence, 8 a query token, and 1 for every 8 keys (and 16 a sequence),
-    which is an eighth of the bytes of k_nope and v.
+    head (1028 of 256 channels): at most 1024 a sequence, 8 a query token, and 1 for every 8 keys
+    (and 16 a sequence), which is an eighth of the bytes of k_nope and v.
 
     Args:
         total_q: the first extent of q.
         batch: sequences.
         heads: of q, where keys may be split.
         total_k: the first extent of k_nope, likewise; 0: they are not split.
+        d_v: channels of a head of v, likewise: 128 or 256.
 
     Returns:
         Words; one of a larger call serves a smaller one.
@@ -133,9 +139,10 @@ def workspace_size(total_q: int, batch: int, heads: int = 0, total_k: int = 0) -
     checks.integer("batch", batch, 0)
     checks.integer("heads", heads, 0)
     checks.integer("total_k", total_k, 0)
+    checks.choice("d_v", d_v, tuple(sorted(set(VALUES.values()))))
     room = SplitRoom.of(total_q, batch, total_k)
     plain = workspace_words(total_q, batch)
-    return max(plain, room.words(heads, D_V)) if heads and room.splits else plain
+    return max(plain, room.words(heads, d_v)) if heads and room.splits else plain
 
 
 class Ready(NamedTuple):
@@ -147,6 +154,7 @@ class Ready(NamedTuple):
     ctas: int
     scale: float
     causal: int
+    told: tuple[int, ...] = ()  # heads of a section and of the last one, where lists tell them
     merge: runtime.Kernel | None = None  # of pieces, with room for them
     room: SplitRoom | None = None
     place: int = 0
@@ -193,19 +201,27 @@ def _prepared(call: Mha) -> Ready:
     keys = "whole" if room is None else "split"
     list_work, attend = kernels(q.device, q.shape[-1], q.dtype, keys)
     ctas = min(sm_count(q.device), most_work(call))
-    ready = Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal))
+    told = _sections(call) if keys == "whole" and WHOLE == "listed" else ()
+    ready = Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal), told)
     if room is None:
         return ready
-    return ready._replace(merge=merging_kernel(q.device, q.dtype), room=room)
+    return ready._replace(merge=merging_kernel(q.device, q.dtype, call.d_v), room=room)
+
+
+def _sections(call: Mha) -> tuple[int, int]:
+    """Of shapes and of what the host was told of lengths; no result depends on it."""
+    (total, heads, d_qk), (total_k, kv_heads, _) = call.q.shape, call.v.shape
+    tiles = most_tiles(total, call.cu_seqlens_q.shape[0] - 1)
+    return sections(heads, kv_heads, min(total_k, int(call.max_seqlen_k)), d_qk + call.d_v, tiles)
 
 
 def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
     q, v = call.q, call.v
-    total, heads, _ = q.shape
+    (total, heads, _), d_v = q.shape, call.d_v
     out, lse, work = call.out, call.lse, call.workspace
     allocate = launch.allocator(q.device)
     if out is None:
-        out = allocate((total, heads, D_V), (heads * D_V, D_V, 1), q.dtype)
+        out = allocate((total, heads, d_v), (heads * d_v, d_v, 1), q.dtype)
     if lse is None:
         lse = allocate((heads, total), (max(total, 1), 1), torch.float32)
     if not total or call.cu_seqlens_q.shape[0] == 1:
@@ -222,7 +238,7 @@ def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
     if ready.room is not None:
         _launch_split(call, ready, ready.room, work, (out, lse))
         return (out, lse), ready
-    ready.list_work(*tables, work, ready.causal, int(call.max_seqlen_k))
+    ready.list_work(*tables, work, ready.causal, int(call.max_seqlen_k), *ready.told)
     ready.attend(
         q, *call.keys, v, *tables, work, out, lse, ready.scale, ready.causal, ready.ctas
     )  # fmt: skip
@@ -234,10 +250,10 @@ def _launch_split(
 ) -> None:
     """The launches where keys may be split; the workspace ends in partial rows and their LSEs."""
     q, tables, heads = call.q, (call.cu_seqlens_q, call.cu_seqlens_k), call.q.shape[1]
-    values = room.rows * heads * D_V
+    values = room.rows * heads * call.d_v
     work, floats = workspace[: room.list_words], workspace[room.list_words :].view(torch.float32)
     partial = (
-        floats[:values].view(room.rows, heads, D_V),
+        floats[:values].view(room.rows, heads, call.d_v),
         floats[values : values + room.rows * heads].view(room.rows, heads),
     )
     ready.list_work(
@@ -277,8 +293,9 @@ def _traced(call: Mha) -> Results:
 
 def new_results(q: Tensor) -> Results:
     """Uninitialised results of queries, as ``mha_prefill`` allocates them."""
-    total, heads, _ = q.shape
-    return q.new_empty((total, heads, D_V)), q.new_empty((heads, total), dtype=torch.float32)
+    total, heads, d_qk = q.shape
+    out = q.new_empty((total, heads, VALUES[int(d_qk)]))
+    return out, q.new_empty((heads, total), dtype=torch.float32)
 
 
 @functools.lru_cache(maxsize=64)
@@ -287,21 +304,23 @@ def kernels(
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
     """(what lists the work, what computes it) on a device; keys ``whole`` or ``split``."""
     arch = runtime.arch_of(device)
-    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype], keys=keys)
+    lists = {"keys": keys, "sections": WHOLE if keys == "whole" else "fixed"}
+    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype], **lists)
     if registry.module_name(spec) is None:
         raise VariantError(
             f"{arch}: no kernel for dense prefill exists for this architecture yet; there "
             "FlashAttention-4 (flash_attn.cute) and FlashMLA's own flash_attn_varlen_func serve"
         )
     attend = runtime.kernel(spec, device.type)
-    items = VariantSpec(op="mha_items", arch=arch, keys=keys)
+    items = VariantSpec(op="mha_items", arch=arch, **lists)
     return runtime.kernel(items, device.type), attend
 
 
 @functools.lru_cache(maxsize=16)
-def merging_kernel(device: torch.device, dtype: torch.dtype) -> runtime.Kernel:
+def merging_kernel(device: torch.device, dtype: torch.dtype, d_v: int) -> runtime.Kernel:
     """What makes rows of partial rows."""
-    spec = VariantSpec(op="mha_merge", arch=runtime.arch_of(device), dtype=_NAMES[dtype])
+    arch = runtime.arch_of(device)
+    spec = VariantSpec(op="mha_merge", arch=arch, dtype=_NAMES[dtype], d_v=d_v)
     return runtime.kernel(spec, device.type)
 
 

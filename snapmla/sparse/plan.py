@@ -30,8 +30,9 @@ class SparseVariant(PlanVariant):
             checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
         arch = runtime.arch_of(self.device)
         spec = sparse_spec(
-            arch, self.row_tile, NAMES[out_dtype], self.p_terms, cache=self.cache_dtype
-        )
+            arch, self.row_tile, NAMES[out_dtype], self.p_terms, cache=self.cache_dtype,
+            pipeline=self.pipeline,
+        )  # fmt: skip
         self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
         return self.kernels[out_dtype]
 
@@ -57,7 +58,7 @@ class SparsePlan(DecodePlan):
     @functools.cached_property
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
-        return variant_of(self.device, self.row_tile, self.p_terms, self.cache_dtype)
+        return variant_of(self.device, self.pipeline, self.row_tile, self.p_terms, self.cache_dtype)
 
     def must_regroup(self) -> bool:
         """Never: kernels see the caller's pages."""
@@ -93,8 +94,7 @@ class SparseOptions(PlanOptions):
         """The kernel that the dispatcher names, however many query tokens there are."""
         return dispatch.choose_sparse(
             dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
-            row_tile=self.row_tile, p_terms=dispatch.p_terms_of(self.accuracy),
-            cache=self.cache_name,
+            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
         )  # fmt: skip
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
@@ -109,33 +109,46 @@ class SparseOptions(PlanOptions):
 
     def tile_times(self, device: torch.device, spec: VariantSpec) -> tuple[int, int]:
         """Those of the kernel over pages, whose math is the same; of caches of bytes none."""
-        if spec.pipeline != "etap":
+        if self.cache_name != DEFAULT:
             return 0, 0
         return dispatch.tile_times(device, decode_spec(spec.pipeline, spec.row_tile, 64, "bf16"))
 
 
 def sparse_spec(
-    arch: str, row_tile: int, out_dtype: str, p_terms: int = 1, *, cache: str = DEFAULT
+    arch: str,
+    row_tile: int,
+    out_dtype: str,
+    p_terms: int = 1,
+    *,
+    cache: str = DEFAULT,
+    pipeline: str | None = None,
 ) -> VariantSpec:
-    """The variant of these choices; ``cache``: its format."""
+    """The variant of these choices.
+
+    Args:
+        cache: its format.
+        pipeline: None: that of the cache.
+    """
     return VariantSpec(
-        op="sparse_decode", arch=arch, pipeline=dispatch.PIPELINES[cache], row_tile=row_tile,
+        op="sparse_decode", arch=arch, pipeline=pipeline or dispatch.PIPELINES[cache],
+        row_tile=row_tile,
         out_dtype=out_dtype, p_terms=p_terms, cache_dtype=cache,
     )  # fmt: skip
 
 
-_variants: dict[tuple[torch.device, int, int, str], SparseVariant] = {}
+_variants: dict[tuple[torch.device, str, int, int, str], SparseVariant] = {}
 
 
-def variant_of(device: torch.device, row_tile: int, p_terms: int, cache: str) -> PlanVariant:
+def variant_of(
+    device: torch.device, pipeline: str, row_tile: int, p_terms: int, cache: str
+) -> PlanVariant:
     """The one of these values.
 
     Args:
         cache: its format.
     """
-    pipeline = dispatch.PIPELINES[cache]
     made = SparseVariant(device, pipeline, row_tile, 1, p_terms=p_terms, cache_dtype=cache)
-    return _variants.setdefault((device, row_tile, p_terms, cache), made)
+    return _variants.setdefault((device, pipeline, row_tile, p_terms, cache), made)
 
 
 def _forget() -> None:
@@ -232,14 +245,15 @@ def plan_sparse_decode(
         total_q: room for ragged query tokens.
         num_parts: CTAs that share the entries, per row block of a query token; None fills the
             device.
-        pipeline: ``etap``, of caches of bytes ``mix16``; None lets the dispatcher choose.
+        pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``; None lets the dispatcher
+            choose.
         row_tile: query heads of a CTA (16, 32, 64); None lets the dispatcher choose, by measured
             times (``snapmla.explain(num_heads, topk=...)`` lists the candidates).
         fixed_overhead: cost of starting an item, in tiles of 64 entries.
         fixed_split_tokens: batch-invariant mode, as in ``plan_decode``: each row is cut after so
             many entries, a multiple of 64, whatever else is in the batch.
-        check_stale, accuracy: as in ``plan_decode``; ``high`` is there for an ``fp8`` cache, with
-            up to 32 heads a CTA.
+        check_stale, accuracy: as in ``plan_decode``; ``high`` is there for an ``fp8`` cache: the
+            products of caches of bytes have 16 bits anyway.
         cache_dtype: format of the cache that ``decode`` will get: ``fp8``; ``fp8_ds_mla``, rows of
             656 bytes; ``fp8_v4``, DeepSeek V4's pages; ``fp8_v41_planar``, ``fp8_v41_rows``,
             ``fp8_nope``, tokens of 528 bytes; or ``bf16`` (torch.bfloat16), whose plan depends on

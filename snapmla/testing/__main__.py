@@ -34,6 +34,9 @@ app = typer.Typer(
 )
 console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
+# What an explanation names is a survivor after so many schedules, one of each landing: most of a
+# study's time would go there, and prove nothing more.
+SEEDS_OF_EXPLAINED = len(LANDINGS)
 Names = Annotated[list[str], typer.Argument(help="variant names or globs")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="directory of built variants")]
 Seeds = Annotated[int, typer.Option(min=1, help="adversarial schedules to run")]
@@ -191,13 +194,17 @@ def mutate(
         list[str] | None,
         typer.Option(
             help="opcode, 'OPCODE in FILE', or text of a source line, whose removal may go "
-            "unnoticed; '2 x' in front: of two at most; given, other survivors fail"
+            "unnoticed, under one schedule of each landing; '2 x' in front: of two at most; given, "
+            "other survivors fail"
         ),
     ] = None,
     lines: Annotated[
         list[str] | None,
         typer.Option(help="study those of these source lines alone: FILE:LINE, globs are fine"),
     ] = None,
+    part: Annotated[
+        str, typer.Option(help="k/n: the k-th of n parts of them, which take about as long each")
+    ] = "1/1",
 ) -> None:
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
     names, at = _variants([variant], directory)
@@ -206,13 +213,20 @@ def mutate(
     assert isinstance(kernel, LoadedKernel)
     entry = kernel.entry
     places = _chosen(mutation.sites(kernel.program(entry)), lines)
+    known = [] if explained is None else explained
+    places = _part(places, part, known, min(seeds, SEEDS_OF_EXPLAINED))
     with using(mutation.schedule(0)):
         first = _run(workload)
     if not first.passed:
         console.print(f"{names[0]} itself is wrong: {first.summary}")
         raise typer.Exit(1)
     outcomes = []
-    study = mutation.study(kernel, entry, lambda: _run(workload).passed, seeds, places)
+
+    def tried(site: mutation.Site) -> int:
+        named = any(_names(text, _described(site)) for text in known)
+        return min(seeds, SEEDS_OF_EXPLAINED) if named else seeds
+
+    study = mutation.study(kernel, entry, lambda: _run(workload).passed, tried, places)
     bar = Console(stderr=True, markup=False, emoji=False)
     for outcome in track(study, "mutants", len(places), console=bar, transient=True):
         outcomes.append(outcome)
@@ -227,6 +241,7 @@ def mutate(
     console.print(
         f"{names[0]}: {killed} of {len(outcomes)} mutants killed "
         f"({100 * killed / max(len(outcomes), 1):.0f} %), at most {seeds} schedules each"
+        + (f", {min(seeds, SEEDS_OF_EXPLAINED)} where explained" if explained else "")
     )
     raise typer.Exit(1 if explained and _unexplained(outcomes, explained) else 0)
 
@@ -302,6 +317,39 @@ def _chosen(places: list[mutation.Site], lines: list[str] | None) -> list[mutati
     return [p for p in places if any(fnmatch.fnmatchcase(p.source, line) for line in lines)]
 
 
+def _part(
+    places: list[mutation.Site], part: str, explained: list[str], seeds: int
+) -> list[mutation.Site]:
+    """The k-th of n parts of the places; exit code 2 if ``part`` is not such a k/n.
+
+    What one counted explanation is about stays together, so that each part can hold to the count.
+    Parts are as long as one another if what is explained survives all schedules, and the rest one.
+    """
+    match = re.fullmatch(r"([1-9]\d?)/([1-9]\d?)", part)
+    if match is None or int(match[1]) > int(match[2]):
+        wanted = "expected k/n with k from 1 to n, such as 2/4"
+        print(f"--part: {wanted}, got {part!r}", file=sys.stderr)
+        raise typer.Exit(2)
+    units: dict[str | mutation.Site, list[mutation.Site]] = {}
+    weights: dict[str | mutation.Site, int] = {}
+    for place in places:
+        found = [text for text in explained if _names(text, _described(place))]
+        counted = found[0] if found and all(map(_COUNTED.fullmatch, found)) else None
+        unit: str | mutation.Site = counted or place
+        units.setdefault(unit, []).append(place)
+        weights[unit] = weights.get(unit, 0) + (1 if counted or not found else seeds)
+    for text in set(explained) & set(units):
+        weights[text] += (seeds - 1) * min(int(text.split()[0]), len(units[text]))
+    parts: list[list[mutation.Site]] = [[] for _ in range(int(match[2]))]
+    filled = [0] * len(parts)
+    for name in sorted(units, key=lambda name: -weights[name]):
+        least = filled.index(min(filled))
+        parts[least] += units[name]
+        filled[least] += weights[name]
+    mine = parts[int(match[1]) - 1]
+    return [place for place in places if place in mine]
+
+
 def _line(outcome: mutation.Outcome) -> str:
     """What became of a mutant."""
     site, fate, how = outcome.site, "SURVIVED", "no schedule noticed"
@@ -326,6 +374,12 @@ def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool
     return bool(left)
 
 
+def _names(text: str, described: str) -> bool:
+    """Whether an explanation, counted or not, is about an instruction."""
+    counted = _COUNTED.fullmatch(text)
+    return (counted[2] if counted else text) in described
+
+
 def _described(site: mutation.Site) -> str:
     """What an explanation may name of an instruction."""
     opcode = re.sub(r"^@\S+\s+", "", site.text).split()[0]
@@ -335,9 +389,11 @@ def _described(site: mutation.Site) -> str:
 
 def _source_text(site: mutation.Site) -> str:
     """The line of kernel source that a site comes from; nothing if that is not ours."""
-    name, _, number = site.source.partition(":")
-    found = list(Path(dims.__file__).parent.rglob(name)) if name else []
-    return found[0].read_text().splitlines()[int(number) - 1] if len(found) == 1 else ""
+    kernels = Path(dims.__file__).parent
+    path = kernels.parent / site.path
+    if not path.is_relative_to(kernels) or not path.is_file():
+        return ""
+    return path.read_text().splitlines()[int(site.source.rpartition(":")[2]) - 1]
 
 
 def main(argv: list[str] | None = None) -> int:

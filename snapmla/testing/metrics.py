@@ -18,6 +18,11 @@ def _pair(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     return actual.double().flatten(), expected.double().flatten()
 
 
+def largest(*errors: float) -> float:
+    """The largest error; NaN if one is, which ``max`` keeps only where it comes first."""
+    return next((x for x in errors if x != x), max(errors))
+
+
 def rmse(actual: Tensor, expected: Tensor) -> float:
     """Root mean square error."""
     a, e = _pair(actual, expected)

@@ -1,7 +1,8 @@
 """Dense MHA prefill at the level of the ABI: fp64 reference, rounding mimic, FlashMLA's gates.
 
-The mimic rounds P as the kernel does: tiles of 128 keys from the last one on, P' = 2^(t - frame) in
-16 bits, a frame that moves when a tile exceeds it by 2^15 (dsl_kernels/sm90/dense_frames.py).
+The mimic rounds P as the kernel does: tiles of 128 keys (80 beside 256 channels) from the last one
+on, P' = 2^(t - frame) in 16 bits, a frame that moves when a tile exceeds it by 2^15
+(dsl_kernels/sm90/dense_frames.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import HEADER, KEYS, ROWS, TILES, most_tiles, workspace_words
+from dsl_kernels.mha_list import (
+    BESIDE,
+    HEADER,
+    KEY_TILE,
+    KEYS,
+    LAST,
+    ROWS,
+    TILES,
+    WIDTHS,
+    most_tiles,
+    workspace_words,
+)
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 
@@ -90,20 +102,22 @@ def _exact(s: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return _product(torch.exp(s - frame[..., None]), v, group), lse
 
 
-def _rounded(s: Tensor, v: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As ``_exact`` with P rounded to ``dtype`` in the kernel's frames."""
+def _rounded(
+    s: Tensor, v: Tensor, group: int, dtype: torch.dtype, keys: int
+) -> tuple[Tensor, Tensor]:
+    """As ``_exact`` with P rounded to ``dtype`` in the frames of a kernel of tiles of ``keys``."""
     s = s * LOG2_E
     frame, total = s.new_full(s.shape[:-1], -1e30), s.new_zeros(s.shape[:-1])
     out = s.new_zeros(s.shape[1], s.shape[0], v.shape[-1])
-    for first in reversed(range(0, s.shape[-1], KEYS)):
-        tile = s[..., first : first + KEYS]
+    for first in reversed(range(0, s.shape[-1], keys)):
+        tile = s[..., first : first + keys]
         top = tile.amax(-1)
         new = torch.where(top > frame + HEADROOM, top - P_LOG2_MAX, frame)
         gamma = torch.exp2(frame - new)
         p = torch.exp2(tile - new[..., None])
         total = total * gamma + p.sum(-1)
         p16 = p.to(dtype).double()
-        out = out * gamma.T[..., None] + _product(p16, v[first : first + KEYS], group)
+        out = out * gamma.T[..., None] + _product(p16, v[first : first + keys], group)
         frame = new
     empty = total == 0
     lse = torch.where(empty, -math.inf, (frame + torch.log2(total)) / LOG2_E)
@@ -131,13 +145,15 @@ def mha_reference(
 
     Source: the definition; FlashMLA's tests compute the same.
     """
-    group = q.shape[1] // k.shape[1]
+    group, tile = q.shape[1] // k.shape[1], KEY_TILE.get(q.shape[-1], KEYS)
     out = torch.full((*q.shape[:2], v.shape[-1]), math.nan, dtype=torch.float64, device=q.device)
     lse = torch.full((q.shape[1], len(q)), math.nan, dtype=torch.float64, device=q.device)
     for rows, keys in _sequences(cu_q, cu_k):
         s, values = _logits(q[rows], k[keys], scale, causal), v[keys]
-        found = _exact(s, values, group) if p_dtype is None else _rounded(s, values, group, p_dtype)
-        out[rows], lse[:, rows] = found
+        if p_dtype is None:
+            out[rows], lse[:, rows] = _exact(s, values, group)
+        else:
+            out[rows], lse[:, rows] = _rounded(s, values, group, p_dtype, tile)
     return out, lse
 
 
@@ -222,9 +238,11 @@ class MhaJob:
     """A call of ``mha_fwd``.
 
     Attributes:
-        q, v: (total_q, h, d_qk), (total_k, h_k, 128); rows may be strided.
-        ks: K's tensors, (total_k, h_k, 128) and of d_qk 192 (total_k, 1 or h_k, 64).
+        q, v: (total_q, h, d_qk), (total_k, h_k, d_v); rows may be strided.
+        ks: K's tensors, (total_k, h_k, 128) and of d_qk 192 (total_k, 1 or h_k, 64); of d_qk 256
+            they have 192 and 64 channels.
         lq, lk: lengths of the sequences.
+        sections: heads of a section, of the last one, which the list tells.
     """
 
     q: Tensor
@@ -235,6 +253,7 @@ class MhaJob:
     causal: bool = True
     scale: float = 0.0
     ctas: int = 2
+    sections: tuple[int, int] = (0, 0)
 
     @classmethod
     def draw(
@@ -256,9 +275,8 @@ class MhaJob:
             x[tokens:] = behind
             return x.to(dtype)[..., :width]
 
-        widths = {192: (128, 64), 128: (128,)}[spec.d_qk]
         per_head = (kv_heads, rope_heads)
-        ks = tuple(rows(t_k, h, width) for h, width in zip(per_head, widths))
+        ks = tuple(rows(t_k, h, width) for h, width in zip(per_head, WIDTHS[spec.d_qk]))
         q, v = rows(t_q, heads, spec.d_qk, spread), rows(t_k, kv_heads, spec.d_v, 0.1)
         return cls(q, ks, v, tuple(lq), tuple(lk), causal, spec.d_qk**-0.5, ctas)
 
@@ -273,9 +291,11 @@ class MhaJob:
         keys = dict(zip(("k_nope", "k_rope"), self.ks))
         t, h, _ = self.q.shape
         most = max(1, most_tiles(t, len(self.lq)) * h)
+        work = work_of(self.lq, self.lk, self.causal, t)
+        work[BESIDE], work[LAST] = self.sections
         return {
             "q": self.q, **keys, "v": self.v, "cu_seqlens_q": offsets(self.lq),
-            "cu_seqlens_k": offsets(self.lk), "work": work_of(self.lq, self.lk, self.causal, t),
+            "cu_seqlens_k": offsets(self.lk), "work": work,
             "out": torch.full((t, h, self.v.shape[-1]), math.nan).to(self.q.dtype),
             "lse": torch.full((h, t), math.nan), "softmax_scale": self.scale,
             "causal": int(self.causal), "ctas": min(self.ctas, most),

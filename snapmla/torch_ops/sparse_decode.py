@@ -136,7 +136,7 @@ def _launch(
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (heads,), device)
         checks.contiguous("attn_sink", attn_sink)
-    variant = variant_of(device, row_tile, p_terms, fmt)
+    variant = variant_of(device, pipeline, row_tile, p_terms, fmt)
     shape = (b_q, s_q, heads, KV_LORA_RANK)
     checks.output("out", out, variant.out_dtypes, shape, device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)

@@ -38,7 +38,7 @@ class Block:
 
 
 def short(path: str) -> str:
-    """A file without its folders, as the parser of PTX keeps it."""
+    """A file without its folders, as places of PTX name it."""
     return path.rsplit("/", 1)[-1]
 
 

@@ -149,9 +149,10 @@ def test_the_merged_error_follows_from_the_bias(results: Path) -> None:
     """Half of it, of two equal ranks: the weights are wrong by a quarter of it, each."""
     assert plots.merged_error(-0.01) == pytest.approx(0.005, rel=1e-3)
     assert plots.merged_error(0.0) == 0.0
-    for _, standard, high, bias in plots.bias_data()["points"]:
-        for error in (standard, high):
+    for _, standard, two, high, bias in plots.bias_data()["points"]:
+        for error in (standard, two):
             assert error == pytest.approx(plots.merged_error(bias), rel=0.1)
+        assert high < standard / 5
     (results / "qk-bias.json").unlink()
     with pytest.raises(plots.Missing, match=r"run `python -m profiles.qk_bias"):
         plots.bias_data()

@@ -1,10 +1,8 @@
-"""Pipeline ``f16`` on a real GPU: the bounds of its logits, LSE and results; what it costs.
+"""``accuracy="high"`` on a real GPU: the bounds of logits, LSE and results; what it costs.
 
     python -m pytest -s tests/gpu/test_accuracy_high.py -m gpu
 
-prints errors as shares of their bounds, and times.  Variants are not in the default matrix; before
-the GPU: python -m codegen build of decode_f16_rR_p64_oO_sm90a and sparse_decode_f16_rR_oO_sm90a,
-R of 16, 32, 64 and O of bf16, f32.
+prints errors as shares of their bounds, and times.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def planned(step: aligned.Aligned) -> snapmla.DecodePlan:
     """As in service: the dispatcher's row tile, as many parts as the card has SMs."""
     return snapmla.plan_decode(
         step.cache_seqlens, step.q.nope.shape[2], 1, page_size=aligned.PAGE,
-        max_pages=step.block_table.shape[1], pipeline="f16",
+        max_pages=step.block_table.shape[1], accuracy="high",
     )  # fmt: skip
 
 
@@ -79,6 +77,26 @@ def test_lists_of_tokens(heads: int) -> None:
         for length, seed in ((1, 0), (64, 1), (4097, 2), (4097, 3)):
             step = exact.equal_to_keys(kind, heads, length, seed)
             found = exact.found(step, *exact.ListedStep(spec, step, "cuda").run(kernel))
+            assert found.right, f"{kind}, {length} tokens: {found}"
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_lists_by_a_plan(heads: int) -> None:
+    """As in service, over several parts; tokens in any order, places that name none."""
+    for kind in exact.KINDS:
+        for length, seed in ((1, 0), (64, 1), (4097, 2), (4097, 3)):
+            step = exact.equal_to_keys(kind, heads, length, seed, "cuda")
+            named = aligned.PAGE + torch.randperm(length, device="cuda")
+            indices = torch.cat([named, named.new_full((5,), -1)]).int()[None, None]
+            plan = snapmla.plan_sparse_decode(
+                heads, 1, topk=length + 5, batch=1, device="cuda", accuracy="high"
+            )
+            assert plan.pipeline == "f16"
+            result = snapmla.decode(
+                step.q, step.cache, indices=indices, softmax_scale=aligned.SCALE, plan=plan,
+                out_dtype=torch.float32,
+            )  # fmt: skip
+            found = exact.found(step, *result)
             assert found.right, f"{kind}, {length} tokens: {found}"
 
 

@@ -40,7 +40,7 @@ def draw(spec: VariantSpec, *arguments: Any, **options: Any) -> MhaJob:
 def attend(job: MhaJob) -> tuple[Tensor, Tensor]:
     """The library's call; rows of no sequence NaN before it."""
     t, h, _ = job.q.shape
-    out = torch.full((t, h, 128), math.nan, device=DEVICE).to(job.q.dtype)
+    out = torch.full((t, h, job.v.shape[-1]), math.nan, device=DEVICE).to(job.q.dtype)
     lse = torch.full((h, t), math.nan, device=DEVICE)
     rope = job.ks[1] if len(job.ks) == 2 else None
     where = (offsets(job.lq).to(DEVICE), offsets(job.lk).to(DEVICE))
@@ -76,7 +76,7 @@ def lengths_of(mean: int, ragged: bool, seed: int) -> tuple[tuple[int, ...], tup
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("heads", [(128, 128), (32, 4)])
 @pytest.mark.parametrize("mean", [4096, 8192])
-@pytest.mark.parametrize("d_qk", [192, 128])
+@pytest.mark.parametrize("d_qk", [192, 128, 256])
 def test_flashmla_grid(
     d_qk: int, mean: int, heads: tuple[int, int], ragged: bool, causal: bool
 ) -> None:
@@ -106,7 +106,7 @@ STYLES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("behind", [math.nan, 1e30])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("d_qk", [192, 128])
+@pytest.mark.parametrize("d_qk", [192, 128, 256])
 def test_right(d_qk: int, dtype: str, behind: float, style: str) -> None:
     """Frames that move, lengths 0, more queries than keys; bad rows behind the last sequence."""
     if dtype == "f16" and behind == 1e30:
@@ -120,7 +120,7 @@ def test_right(d_qk: int, dtype: str, behind: float, style: str) -> None:
     assert errors.right, str(errors)
 
 
-@pytest.mark.parametrize("d_qk", [192, 128])
+@pytest.mark.parametrize("d_qk", [192, 128, 256])
 def test_bits_do_not_depend_on_the_batch(d_qk: int) -> None:
     """A sequence alone and between neighbours of NaN, whose work is longer than its own."""
     spec = spec_of(d_qk)
@@ -138,30 +138,33 @@ def test_bits_do_not_depend_on_the_batch(d_qk: int) -> None:
     assert torch.equal(out[2000:2700], own) and torch.equal(lse[:, 2000:2700], own_lse)
 
 
-def test_rope_apart_is_k_whole() -> None:
+@pytest.mark.parametrize("d_qk", [192, 256])
+def test_rope_apart_is_k_whole(d_qk: int) -> None:
     """Views of a packed projection and one RoPE head, against concatenated K by FlashMLA's name."""
-    spec_of(192)
+    spec, nope = spec_of(d_qk), d_qk - 64
     torch.manual_seed(8)
     lq, lk, h = (300, 200), (1500, 260), 16
-    kv = torch.randn(sum(lk), h, 256, device=DEVICE).bfloat16()
+    kv = torch.randn(sum(lk), h, nope + spec.d_v, device=DEVICE).bfloat16()
     rope = torch.randn(sum(lk), 1, 64, device=DEVICE).bfloat16()
-    q = torch.randn(sum(lq), h, 192, device=DEVICE).bfloat16()
+    q = torch.randn(sum(lq), h, d_qk, device=DEVICE).bfloat16()
     where = (offsets(lq).to(DEVICE), offsets(lk).to(DEVICE), max(lq), max(lk))
-    out, lse = mha_prefill(q, kv[..., :128], kv[..., 128:], *where, k_rope=rope)
-    k = torch.cat([kv[..., :128], rope.expand(-1, h, -1)], -1)
-    got = flash_mla_names.flash_attn_varlen_func(q, k, kv[..., 128:], *where, causal=True)
+    out, lse = mha_prefill(q, kv[..., :nope], kv[..., nope:], *where, k_rope=rope)
+    k = torch.cat([kv[..., :nope], rope.expand(-1, h, -1)], -1)
+    got = flash_mla_names.flash_attn_varlen_func(q, k, kv[..., nope:], *where, causal=True)
     assert torch.equal(got[0], out) and torch.equal(got[1], lse.T)
 
 
-def test_graph_with_lengths_that_change() -> None:
+@pytest.mark.parametrize("d_qk", [192, 256])
+def test_graph_with_lengths_that_change(d_qk: int) -> None:
     """One graph, replayed behind other cu_seqlens: nothing on the host knew the lengths; with all
     memory given nothing is allocated."""
-    spec = spec_of(192)
+    spec = spec_of(d_qk)
     torch.manual_seed(9)
     job = draw(spec, (600, 424), (600, 1000), 8, 8, behind=math.nan)
     t, h, _ = job.q.shape
     cu_q, cu_k = offsets(job.lq).to(DEVICE), offsets(job.lk).to(DEVICE)
-    out, lse = torch.zeros(t, h, 128, device=DEVICE).bfloat16(), torch.zeros(h, t, device=DEVICE)
+    out = torch.zeros(t, h, spec.d_v, device=DEVICE).bfloat16()
+    lse = torch.zeros(h, t, device=DEVICE)
     work = torch.empty(workspace_size(t, 2), dtype=torch.int32, device=DEVICE)
 
     def call() -> None:

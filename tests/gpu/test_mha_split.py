@@ -26,7 +26,8 @@ DEVICE = "cuda"
 def spec_of(d_qk: int, dtype: str = "bf16") -> VariantSpec:
     """The variant, if all that a call needs is there or can be built here."""
     spec = VariantSpec(op="mha_fwd", d_qk=d_qk, dtype=dtype, keys="split")
-    helpers = VariantSpec(op="mha_items", keys="split"), VariantSpec(op="mha_merge", dtype=dtype)
+    merge = VariantSpec(op="mha_merge", dtype=dtype, d_v=spec.d_v)
+    helpers = VariantSpec(op="mha_items", keys="split"), merge
     for needed in (spec, *helpers, spec.replace(keys="whole"), VariantSpec(op="mha_items")):
         if runtime.jit_refusal() and runtime.find(needed) is None:
             pytest.skip(f"{needed.name} is not built, and nothing compiles here")
@@ -36,7 +37,7 @@ def spec_of(d_qk: int, dtype: str = "bf16") -> VariantSpec:
 def attend(job: MhaJob, split: bool = True) -> tuple[Tensor, Tensor]:
     """The library's call; rows of no sequence NaN before it."""
     t, h, _ = job.q.shape
-    out = torch.full((t, h, 128), math.nan, device=DEVICE).to(job.q.dtype)
+    out = torch.full((t, h, job.v.shape[-1]), math.nan, device=DEVICE).to(job.q.dtype)
     lse = torch.full((h, t), math.nan, device=DEVICE)
     where = (offsets(job.lq).to(DEVICE), offsets(job.lk).to(DEVICE))
     mha_prefill(
@@ -61,7 +62,7 @@ def assert_right(job: MhaJob, out: Tensor, lse: Tensor) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("d_qk", [192, 128])
+@pytest.mark.parametrize("d_qk", [192, 128, 256])
 def test_right_and_the_same_bits(d_qk: int, dtype: str, causal: bool) -> None:
     """Split sequences of 1 to 4 row tiles beside others; NaN behind ends; 5 runs alike; alone."""
     spec = spec_of(d_qk, dtype)
@@ -86,17 +87,18 @@ def test_right_and_the_same_bits(d_qk: int, dtype: str, causal: bool) -> None:
     assert torch.equal(own_lse, found[1][:, begin : begin + 300])
 
 
-def test_graph_with_lengths_that_change() -> None:
+@pytest.mark.parametrize("d_qk", [192, 256])
+def test_graph_with_lengths_that_change(d_qk: int) -> None:
     """One graph for steps that split other sequences, or none; with all memory given nothing is
     allocated."""
-    spec = spec_of(192)
+    spec = spec_of(d_qk)
     torch.manual_seed(9)
     t_q, t_k = 400, 12000
     job = MhaJob.draw(spec, (t_q, 0), (t_k, 0), 4, 4, behind=math.nan, device=DEVICE)
     cu_q, cu_k = offsets(job.lq).to(DEVICE), offsets(job.lk).to(DEVICE)
-    out = torch.zeros(len(job.q), 4, 128, device=DEVICE).bfloat16()
+    out = torch.zeros(len(job.q), 4, spec.d_v, device=DEVICE).bfloat16()
     lse = torch.zeros(4, len(job.q), device=DEVICE)
-    words = workspace_size(len(job.q), 2, 4, len(job.v))
+    words = workspace_size(len(job.q), 2, 4, len(job.v), spec.d_v)
     work = torch.empty(words, dtype=torch.int32, device=DEVICE)
 
     def call() -> None:

@@ -1,8 +1,9 @@
-"""``accuracy="high"`` on a real GPU: gates that one term of P misses, and what the second costs.
+"""Two terms of P on a real GPU: gates that one misses, and what the second costs.
 
     python -m pytest -s tests/gpu/test_p_terms.py -m gpu
 
-prints the errors and the times; variants may come from elsewhere, no compiler is needed.
+prints the errors and the times.  Variants are built when they are asked for; before the GPU: python
+-m codegen build of decode_etap_rR_p64_oO_pt2_sm90a, R of 16, 32 and O of bf16, f32.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Job:
         inputs = self.inputs
         plan = snapmla.plan_decode(
             inputs.cache_seqlens, inputs.case.heads, 1, page_size=inputs.case.page_size,
-            max_pages=inputs.block_table.shape[1], accuracy=accuracy,
+            max_pages=inputs.block_table.shape[1], accuracy=accuracy, pipeline="etap",
         )  # fmt: skip
         shape = (inputs.case.b, 1, inputs.case.heads)
         out = torch.full((*shape, 512), torch.nan, dtype=dtype, device="cuda")

@@ -3,7 +3,7 @@
 Needs an unpacked SGLang (``python -m tests.support.fetch_sglang``, or a folder of the same form
 that ``SNAPMLA_SGLANG`` names), not its server: libraries that it imports for a GPU are shells, and
 multi-head attention is torch's.  For a machine without network ``python -m
-tests.support.carry_sglang`` makes ``build/sglang``, 42 MB, which ``profiles/gpu_run.sh`` unpacks.
+tests.support.carry_sglang`` makes ``build/sglang``, 28 MiB, which ``profiles/gpu_run.sh`` unpacks.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import snapmla
 import softgpu
 from snapmla import PagedKVCache, attention, env, metrics, runtime
 from snapmla.decode_plan import PlanVariant
-from snapmla.reference import MIMIC_HW_FULL
 from snapmla.testing import selfcheck
 from snapmla.testing.rounding import MIMIC_F16
 from tests.support.bits import same_bits
@@ -342,11 +341,9 @@ def test_row_seqlens() -> None:
     ragged.assert_right(out, lse, q, row_seqlens=rows)
     assert (out[0] == 0).all() and torch.isneginf(lse[:, [0, 3]]).all()
     precise = ragged.plan(row_seqlens=rows, accuracy="high", **shape)
-    assert (plan.p_terms, precise.p_terms) == (1, 2)
-    out, high_lse = ragged.decode(precise, q, out_dtype=torch.float32)
-    assert same_bits(high_lse[:, :used], lse[:, :used])
-    two = dataclasses.replace(MIMIC_HW_FULL, p_terms=2)
-    ragged.assert_right(out, lse, q, row_seqlens=rows, config=two)
+    assert (plan.pipeline, precise.pipeline) == ("etap", "f16")
+    out, lse = ragged.decode(precise, q, out_dtype=torch.float32)
+    ragged.assert_right(out, lse, q, row_seqlens=rows, config=MIMIC_F16)
 
 
 def test_row_seqlens_of_an_even_step() -> None:

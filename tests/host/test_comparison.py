@@ -10,7 +10,7 @@ import torch
 
 import snapmla
 from snapmla import reference
-from snapmla.testing import comparison
+from snapmla.testing import comparison, rounding
 from snapmla.testing.aligned import Aligned, two_of_one_logit
 from snapmla.testing.comparison import decode_errors
 from tests.support.needs import needs_compiler
@@ -111,25 +111,31 @@ def test_faults_show_beside_a_p_at_a_tie(tied: Tied) -> None:
 
 @needs_compiler
 def test_the_plan_tells_the_mimic_and_what_q_k_does() -> None:
-    """Two tokens of one logit, of 512 products of one sign and of one product: an error of 1.8e-2
-    at either accuracy, which is the kernel's as built, and Q.K's."""
+    """Two tokens of one logit, of 512 products of one sign and of one product: an error of 1.8e-2,
+    which is the kernel's as built, and Q.K's; with exact logits there is none of it."""
     step = two_of_one_logit(19.4)
-    for accuracy, terms in (("standard", 1), ("high", 2)):
+    for accuracy in ("standard", "high"):
+        high = accuracy == "high"
         plan = step.plan(accuracy=accuracy)
         out, lse = step.decoded(plan, torch.float32)
         errors = decode_errors(out, lse, *step.arguments, plan=plan)
-        assert plan.p_terms == terms and errors.right, str(errors)
+        assert (plan.pipeline == "f16") == high and errors.right, str(errors)
         assert errors.qk is not None and errors.qk_share is not None
-        assert errors.error > 1.5e-2 and errors.qk_share > 0.9
-        assert errors.qk.rest < (8e-3, 6e-4)[terms - 1]
-        assert -2e-2 < errors.qk.lse_error < -1.5e-2
-        assert "Q.K's sums alone 1." in str(errors) and "would remain" in str(errors)
+        if high:
+            assert errors.error < 2e-4 and abs(errors.qk.lse_error) < 1e-5
+        else:
+            assert errors.error > 1.5e-2 and errors.qk_share > 0.9
+            assert -2e-2 < errors.qk.lse_error < -1.5e-2
+            assert "Q.K's sums alone 1." in str(errors) and "would remain" in str(errors)
+        assert errors.qk.rest < (2e-4 if high else 8e-3)
         alone = decode_errors(out, lse, *step.arguments)
         assert alone.qk is alone.qk_share is None and "Q.K" not in str(alone)
-        assert alone.right == (terms == 1)  # it is the mimic of one term
-        config = replace(comparison.MIMIC_OF["sm_90a"], p_terms=terms)
+        assert alone.right != high  # it is the mimic of FP8 products
+        config = rounding.MIMIC_F16 if high else comparison.MIMIC_OF["sm_90a"]
         given = decode_errors(out, lse, *step.arguments, config=config)
         assert (given.right, given.error) == (True, errors.error)
+    two = replace(step.plan(pipeline="etap"), p_terms=2)
+    assert comparison._mimic_of(two) == replace(comparison.MIMIC_OF["sm_90a"], p_terms=2)
 
 
 @needs_compiler

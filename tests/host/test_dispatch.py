@@ -89,32 +89,42 @@ def test_wishes_that_do_not_go_together() -> None:
     ("heads", "s_q", "tile"), [(1, 1, 16), (16, 1, 16), (17, 1, 32), (64, 1, 32), (128, 2, 32)]
 )
 def test_choice_of_two_terms(heads: int, s_q: int, tile: int) -> None:
-    """More rows than 32 are several blocks."""
-    spec = dispatch.choose(CPU, heads, s_q, 64, out_dtype="f32", p_terms=2)
+    """High accuracy of pipeline etap; more rows than 32 are several blocks."""
+    wish = {"pipeline": "etap", "accuracy": "high"}
+    spec = dispatch.choose(CPU, heads, s_q, 64, out_dtype="f32", **wish)
     assert spec == decode_spec("etap", tile, 64, "f32").replace(p_terms=2)
 
 
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ({"row_tile": 64}, r"^row_tile: expected 16 or 32 on sm_90a and accuracy 'high', got 64"),
+        (
+            {"pipeline": "etap", "row_tile": 64},
+            "^row_tile: expected 16 or 32 with pipeline 'etap' and accuracy 'high', got 64",
+        ),
+        (
+            {"row_tile": 128},
+            "^row_tile: expected 16 or 32 or 64 with pipeline 'f16' and accuracy 'high', got 128",
+        ),
         ({"pipeline": "dual_wg"}, "^accuracy: expected 'standard' with pipeline 'dual_wg', got h"),
+        ({"cache": "bf16"}, "^accuracy: expected 'standard' with a 16-bit cache, got high"),
+        ({"accuracy": "hi"}, "^accuracy: expected one of 'standard', 'high', got 'hi'"),
     ],
 )
-def test_wishes_beside_two_terms(wish: dict[str, Any], message: str) -> None:
+def test_wishes_beside_high_accuracy(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dispatch.choose(CPU, 16, 1, 64, p_terms=2, **wish)
+        dispatch.choose(CPU, 16, 1, 64, **{"accuracy": "high", **wish})
 
 
-def test_exact_logits_serve_who_asks() -> None:
-    """Pipeline f16: by its name, in the row tile that pads least, and in no list."""
-    found = [chosen(heads, 1, pipeline="f16") for heads in (5, 17, 40, 128)]
-    assert found == [("f16", 16), ("f16", 32), ("f16", 64), ("f16", 64)]
+def test_high_accuracy_is_exact_logits() -> None:
+    """Pipeline f16: by that, or its name, in the row tile that pads least, and in no other list."""
+    high, named = {"accuracy": "high"}, {"pipeline": "f16"}
+    for wish in (high, named, {**high, **named}):
+        found = [chosen(heads, 1, **wish) for heads in (5, 17, 40, 128)]
+        assert found == [("f16", 16), ("f16", 32), ("f16", 64), ("f16", 64)]
     assert "f16 row_tile" not in str(snapmla.explain(16, card="H200"))
     asked = snapmla.explain(16, card="H200", pipeline="f16")
     assert asked.chosen is not None and asked.chosen.variant == "decode_f16_r16_p64_obf16_sm90a"
-    with pytest.raises(ValueError, match="^accuracy: expected 'standard' with pipeline 'f16', got"):
-        dispatch.choose(CPU, 16, 1, 64, p_terms=2, pipeline="f16")
     with pytest.raises(ValueError, match="^row_tile: expected 16 or 32 or 64 with pipeline 'f16'"):
         dispatch.choose(CPU, 16, 1, 64, row_tile=128, pipeline="f16")
     with pytest.raises(ValueError, match="^pipeline: expected 'ws' or 'pair' on sm_100a, got f16"):
@@ -123,9 +133,30 @@ def test_exact_logits_serve_who_asks() -> None:
         dispatch.choose(CPU, 16, 1, 64, pipeline="f17")
 
 
+def test_no_exact_logits_on_blackwell() -> None:
+    """One sentence."""
+    message = "^accuracy: expected 'standard' on sm_100a, got high .*nothing there has 16-bit"
+    with pytest.raises(ValueError, match=message):
+        dispatch.calls.choose_on(dispatch.card_named("B200"), 16, 1, 64, accuracy="high")
+
+
+def test_explain_says_what_exact_logits_cost() -> None:
+    """Measured where a table has them; the ratio is the model's for both."""
+    one, high = (snapmla.explain(64, card="H200", accuracy=a) for a in ("standard", "high"))
+    assert one.chosen is not None and high.chosen is not None
+    assert (high.chosen.source, high.chosen.us) == ("measured", 162.9)
+    assert high.chosen.variant == "decode_f16_r64_p64_obf16_sm90a"
+    text = str(high)
+    assert ", accuracy high" in text and "exact logits: 1.4" in text
+    assert "1.4" in text and "terms of P" not in text and "accuracy" not in str(one)
+    assert "rejected: its logits are not exact, as accuracy='high' wants them" in text
+
+
 def test_explain_says_what_the_second_term_costs() -> None:
     """By the model: no table has it, so no measured point may be shown for it."""
-    one, two = (snapmla.explain(16, card="H200", accuracy=a) for a in ("standard", "high"))
+    one, two = (
+        snapmla.explain(16, card="H200", accuracy=a, pipeline="etap") for a in ("standard", "high")
+    )
     assert one.chosen is not None and two.chosen is not None
     assert one.chosen.us is not None and two.chosen.us is not None
     assert (one.chosen.source, two.chosen.source) == ("measured", "model")

@@ -48,8 +48,17 @@ def test_the_least_row_tile_that_takes_all_heads_wins(card: str, fmt: str) -> No
 
 @pytest.mark.parametrize(("heads", "tile"), [(1, 16), (16, 16), (17, 32), (64, 32), (128, 32)])
 def test_row_tiles_of_two_terms(heads: int, tile: int) -> None:
-    spec = dispatch.choose_sparse(CARDS["H200"], heads, p_terms=2)
-    assert (spec.row_tile, spec.p_terms) == (tile, 2)
+    spec = dispatch.choose_sparse(CARDS["H200"], heads, accuracy="high", pipeline="etap")
+    assert (spec.pipeline, spec.row_tile, spec.p_terms) == ("etap", tile, 2)
+
+
+@pytest.mark.parametrize(("heads", "tile"), [(1, 16), (17, 32), (33, 64), (128, 64)])
+def test_high_accuracy_is_exact_logits(heads: int, tile: int) -> None:
+    for wish in ({"accuracy": "high"}, {"pipeline": "f16"}):
+        spec = dispatch.choose_sparse(CARDS["H200"], heads, **wish)
+        assert (spec.pipeline, spec.row_tile, spec.p_terms) == ("f16", tile, 1)
+    assert dispatch.longest_item(spec) == 16384
+    assert dispatch.longest_item(dispatch.choose_sparse(CARDS["H200"], heads)) == 0
 
 
 def test_ties_go_to_fewer_blocks_and_then_to_less_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +127,12 @@ def test_explain() -> None:
     nbytes = 128 * 2048 * 656 + 128 * 32 * (656 + 1028)
     assert found.roof_us == pytest.approx(nbytes / 4608e3, rel=1e-6)
     high = snapmla.explain(128, topk=64, accuracy="high", out_dtype=torch.float32, card="H100")
-    assert high.chosen is not None and high.chosen.row_tile == 32
-    assert high.chosen.variant == "sparse_decode_etap_r32_of32_pt2_sm90a"
-    assert "the second term of P" in str(high)
+    assert high.chosen is not None and high.chosen.row_tile == 64
+    assert high.chosen.variant == "sparse_decode_f16_r64_of32_sm90a"
+    assert ", accuracy high" in str(high)
+    two = snapmla.explain(128, topk=64, accuracy="high", pipeline="etap", card="H100")
+    assert two.chosen is not None and two.chosen.variant == "sparse_decode_etap_r32_obf16_pt2_sm90a"
+    assert "the second term of P" in str(two)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +144,11 @@ def test_explain() -> None:
         ({"pipeline": "mix16"}, "pipeline: expected 'etap' on sm_90a, got mix16"),
         ({"pipeline": "dual_wg"}, "pipeline: expected one of "),
         ({"row_tile": 128}, "row_tile: expected one of 16, 32, 64, got 128"),
-        ({"row_tile": 64, "accuracy": "high"}, "row_tile: expected 16 or 32 on sm_90a and acc"),
+        (
+            {"row_tile": 64, "accuracy": "high", "pipeline": "etap"},
+            "row_tile: expected 16 or 32 with pipeline 'etap' and acc",
+        ),
+        ({"cache_dtype": "fp8_ds_mla", "pipeline": "f16"}, "pipeline: expected 'mix16' on sm_90a"),
         ({"cache_dtype": "fp8_ds_mla", "accuracy": "high"}, "accuracy: expected 'standard' on"),
         ({"out_dtype": torch.float32, "cache_dtype": "fp8_ds_mla"}, "out_dtype: expected torch.b"),
     ],
@@ -142,10 +158,9 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         chosen = snapmla.explain(16, **given).chosen  # type: ignore[arg-type]
         assert chosen is None
-        known = ("pipeline", "row_tile")
+        known = ("pipeline", "row_tile", "accuracy")
         dispatch.choose_sparse(
             CARDS["H200"], 16, cache=str(given.get("cache_dtype", "fp8")),
-            p_terms=2 if "accuracy" in wish else 1,
             **{k: v for k, v in wish.items() if k in known},  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -184,11 +199,10 @@ def test_features_are_what_can_be_built() -> None:
     assert not any(map(matrix.exclusion, built))
     said: set[VariantSpec] = set()
     for op in SPARSE_OPS.values():
-        features = op.features[op.pipeline]
-        for terms in (1, 2):
-            for tile in features.tiles(terms):
-                said |= {
-                    op.spec("sm_90a", op.pipeline, tile, ANY_PAGE, out, terms)
-                    for out in features.out_dtypes
-                }
+        for pipeline, features in op.features.items():
+            said |= {
+                op.spec("sm_90a", pipeline, tile, ANY_PAGE, out)
+                for tile in features.row_tiles
+                for out in features.out_dtypes
+            }
     assert said == built

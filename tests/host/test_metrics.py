@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from snapmla import metrics
+from snapmla.testing.metrics import largest
 
 
 @pytest.mark.parametrize("expected", [torch.zeros(2), torch.ones(2)])
@@ -19,6 +20,13 @@ def test_metrics_of_one_nan_are_nan(expected: torch.Tensor) -> None:
     ):  # fmt: skip
         assert math.isnan(metric(nan, expected)), metric
     assert math.isnan(metrics.one_minus_cosine(expected, nan))
+
+
+def test_the_largest_of_errors_keeps_a_nan() -> None:
+    """Wherever it stands: Python's ``max`` would give what stands before it."""
+    assert largest(1.0, 3.0, 2.0) == 3.0
+    for errors in ((0.5, math.nan), (math.nan, 0.5), (0.0, math.nan, 2.0)):
+        assert math.isnan(largest(*errors))
 
 
 def test_metrics() -> None:

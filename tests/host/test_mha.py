@@ -68,6 +68,25 @@ def test_k_apart_is_k_whole(truth: Truth) -> None:
         assert torch.equal(got[0], out) and torch.equal(got[1], lse)
 
 
+@pytest.mark.whole_matrix
+def test_sections_that_lists_tell_change_no_bit(
+    truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order that is built when it is asked for, and in the default's."""
+    call, out, lse = truth
+    try:
+        for order, told in (("fixed", [0, 0]), ("listed", [8, 8])):
+            monkeypatch.setattr(front, "WHOLE", order)
+            runtime.forget()
+            work = torch.empty(workspace_size(T_Q, len(LQ)), dtype=I32)
+            made = mha_prefill(**call, workspace=work)
+            assert torch.equal(made[0], out) and torch.equal(made[1], lse), order
+            assert work[2:4].tolist() == told
+    finally:
+        monkeypatch.undo()
+        runtime.forget()
+
+
 def test_flash_mla_names(truth: Truth) -> None:
     """The same bits; the LSE has tokens first, over memory that has not."""
     call, out, lse = truth
@@ -209,7 +228,9 @@ def wider(name: str, width: int) -> Callable[[dict[str, Any]], Any]:
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("q", None, TypeError, r"q: expected a torch\.Tensor, got NoneType"),
     ("q", lambda c: c["q"].float(), TypeError, "q: expected dtype bfloat16 or float16"),
-    ("q", wider("q", 160), ValueError, r"q: .*shape .*192 or 128\), got .*160"),
+    ("q", wider("q", 160), ValueError, r"q: .*shape .*192 or 128 or 256\), got .*160"),
+    ("q", wider("q", 256), ValueError, r"k_nope: .*192\).*192 channels .*k_rope, or all 256"),
+    ("q", wider("q", 128), ValueError, "k_rope: expected None beside queries of 128 channels"),
     ("q", lambda c: c["q"].flatten(1), ValueError, r"q: expected shape \(tokens, heads"),
     ("q", lambda c: c["q"].requires_grad_(), ValueError, "q: expected no gradients .*no backward"),
     ("q", lambda c: c["q"].mT.contiguous().mT, ValueError, "q: expected innermost stride 1"),
@@ -302,8 +323,10 @@ def test_names_of_others_in_messages(truth: Truth) -> None:
     packed = flash_mla_names.flash_attn_varlen_kvpacked_func
     with pytest.raises(ValueError, match=r"^kv: expected shape \(tokens, heads, 320\).*is 192"):
         packed(call["q"], k, *cu, 9, 30, 192)
-    with pytest.raises(ValueError, match="^head_dim_qk: expected one of 192, 128, got 64"):
+    with pytest.raises(ValueError, match="^head_dim_qk: expected one of 192, 128, 256, got 64"):
         packed(call["q"], k, *cu, 9, 30, 64)
+    with pytest.raises(ValueError, match=r"^kv: expected shape \(tokens, heads, 512\).*is 256"):
+        packed(wider("q", 256)(call), k, *cu, 9, 30, 256)
     with pytest.raises(TypeError, match="^kv: expected a torch.Tensor, got NoneType"):
         packed(call["q"], None, *cu, 9, 30, 192)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^k: expected shape"):
@@ -317,6 +340,61 @@ def test_workspace_size() -> None:
     assert workspace_size(0, 0) == 4 and workspace_size(128, 1) == 8 and workspace_size(5, 40) == 14
     with pytest.raises(ValueError, match="total_q: expected 0 or more, got -1"):
         workspace_size(-1, 1)
+
+
+# ------------------------------------------------------------------------- heads of 256 channels
+
+
+def glm(**changed: Any) -> dict[str, Any]:
+    """As ``given``, of heads as GLM has them: 192 channels and 64 of RoPE, values of 256."""
+    torch.manual_seed(1)
+    kv = (torch.randn(T_K, H_K, 448) * (1.0 - 0.9 * (torch.arange(448) >= 192))).to(BF16)
+    wide = {"q": torch.randn(T_Q, H, 256).to(BF16), "k_nope": kv[..., :192], "v": kv[..., 192:]}
+    return given(**{**wide, **changed})
+
+
+def test_what_tracers_see_of_256_channels() -> None:
+    """Shapes of results, and which values go beside: no kernel is asked for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        call = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in glm().items()}
+        out, lse = mha_prefill(**call)
+        assert out.shape == (T_Q, H, 256) and lse.shape == (H, T_Q)
+        with pytest.raises(ValueError, match=r"v: .*heads, 256\).*256 channels have 256"):
+            mha_prefill(**{**call, "v": call["v"][..., :128]})
+    with pytest.raises(ValueError, match=r"out: expected shape \(9, 2, 256\)"):
+        mha_prefill(**glm(out=torch.zeros(T_Q, H, 128, dtype=BF16)))
+
+
+@pytest.mark.whole_matrix
+def test_heads_of_256_channels() -> None:
+    """Beside fp64; the same bits with K whole and by every front; memory that is given stays."""
+    call = glm()
+    out, lse = mha_prefill(**call)
+    cu, v = (call["cu_seqlens_q"], call["cu_seqlens_k"]), call["v"]
+    k = torch.cat([call["k_nope"], call["k_rope"].expand(-1, H_K, -1)], -1)
+    errors = mha_errors(out, lse, call["q"], k, v, *cu, 256**-0.5, True)
+    assert errors.right and errors.lse_error < 1e-5, str(errors)
+    lengths = (*cu, max(LQ), max(LK))
+    packed = torch.cat([k, v], -1)
+    memory = torch.full((T_Q, H, 264), 7.0).to(BF16)
+    logs = torch.full((T_Q, 5), 7.0)
+    found: list[tuple[Tensor, Tensor]] = [
+        mha_prefill(**{**call, "k_nope": k, "k_rope": None}),
+        mha_prefill(**call, out=memory[..., 8:], lse=logs[:, 1:3].mT),
+        flash_mla_names.flash_attn_varlen_func(call["q"], k, v, *lengths, causal=True),
+        flash_mla_names.flash_attn_varlen_kvpacked_func(
+            call["q"], packed, *lengths, 256, causal=True
+        ),
+        flash_attention_names.flash_attn_varlen_func(
+            call["q"], k, v, *lengths, causal=True, return_softmax_lse=True
+        ),
+    ]  # fmt: skip
+    for got, logarithms in found:
+        assert torch.equal(got, out)
+        assert torch.equal(logarithms if logarithms.shape == lse.shape else logarithms.T, lse)
+    assert (memory[..., :8] == 7).all() and (logs[:, [0, 3, 4]] == 7).all()
 
 
 def test_kernels_of_an_architecture_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,26 @@ def test_right_and_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.whole_matrix
+def test_heads_of_256_channels() -> None:
+    """Beside fp64, in a workspace of just the words that it needs."""
+    call = given()
+    kv = torch.randn(T_K, 1, 448).to(BF16)
+    call |= {"q": torch.randn(T_Q, 1, 256).to(BF16), "k_nope": kv[..., :192], "v": kv[..., 192:]}
+    call["v"] *= 0.1
+    words = workspace_size(T_Q, 2, 1, T_K, 256)
+    work = torch.full((words + 4,), -3, dtype=I32)
+    with using(Options(hazards="raise", seed=2)):
+        out, lse = mha_prefill(**call, workspace=work)
+    keys = torch.cat([call["k_nope"], call["k_rope"]], -1), call["v"]
+    where = (call["cu_seqlens_q"], call["cu_seqlens_k"], 256**-0.5, True)
+    errors = mha_errors(out, lse, call["q"], *keys, *where)
+    assert errors.right and errors.lse_error < 1e-5, str(errors)
+    assert (work[-4:] == -3).all()
+    with pytest.raises(ValueError, match=f"^workspace: expected {words} or more words"):
+        mha_prefill(**call, workspace=work[: words - 1])
+
+
+@pytest.mark.whole_matrix
 def test_one_operator() -> None:
     """What tracers see is one node, which splits as the call does."""
     call = given()
@@ -139,6 +159,10 @@ def test_workspace_size() -> None:
     keys = 32768 * 128 * 2 * 256
     assert workspace_size(8192, 8, 128, 32768) * 4 < 0.13 * keys
     assert workspace_size(8192, 64, 128, 32768) * 4 < 0.13 * keys + 64 * 16 * 128 * 516
+    narrow, wide = (workspace_size(128, 1, 16, 32768, d_v) for d_v in (128, 256))
+    assert wide - narrow == 1024 * 16 * 128
+    with pytest.raises(ValueError, match="^d_v: expected one of 128, 256, got 192"):
+        workspace_size(128, 1, 16, 32768, 192)
     for name, arguments in (("heads", (1, 1, -1, 0)), ("total_k", (1, 1, 1, -1))):
         with pytest.raises(ValueError, match=f"^{name}: expected 0 or more, got -1"):
             workspace_size(*arguments)
@@ -152,6 +176,16 @@ def test_workspace_size() -> None:
             {"workspace": torch.zeros(40, dtype=I32)},
             ValueError,
             r"^workspace: expected \d+ or more.*\(total_q, batch, heads, total_k\)",
+        ),
+        (
+            {
+                "q": torch.zeros(T_Q, 1, 256, dtype=BF16),
+                "k_nope": torch.zeros(T_K, 1, 192, dtype=BF16),
+                "v": torch.zeros(T_K, 1, 256, dtype=BF16),
+                "workspace": torch.zeros(40, dtype=I32),
+            },
+            ValueError,
+            r"^workspace: expected \d+ or more.*\(total_q, batch, heads, total_k, d_v\)",
         ),
         (
             {"workspace": torch.zeros(90000, dtype=I32)[1:]},

@@ -20,7 +20,7 @@ from codegen import artifacts, closure
 from codegen import compile as compiler
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import env, runtime
+from snapmla import dispatch, env, runtime
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from tests.support.needs import needs_compiler
 
@@ -506,8 +506,17 @@ def test_missing_variant_names_the_nearest(
     for row_tile in (16, 64):
         name = VariantSpec(op="decode", pipeline="etap", row_tile=row_tile, page_size=32).name
         (tmp_path / f"{name}.json").write_text(json.dumps({"name": name}))
-    with pytest.raises(VariantError, match="SNAPMLA_NO_JIT.*nearest.*decode_etap_r16_p32_obf16"):
+    how = "SNAPMLA_NO_JIT.*nearest.*decode_etap_r16_p32_obf16.*; `python -m codegen build decode_e"
+    with pytest.raises(VariantError, match=how):
         runtime.find_or_build(wanted, need_library=False)
+
+
+def test_high_accuracy_that_is_not_built_says_how(folder: Path, no_jit: None) -> None:
+    spec = dispatch.choose(torch.device("cpu"), 16, 1, 64, accuracy="high")
+    place(folder, SPEC)
+    name = "decode_f16_r16_p64_obf16_sm90a"
+    with pytest.raises(VariantError, match=f"^variant {name} is not built .*codegen build {name}`"):
+        runtime.find_or_build(spec, need_library=True)
 
 
 def test_no_architecture_of_the_software_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

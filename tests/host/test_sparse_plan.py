@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import snapmla
 from snapmla import plan as plans
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse
 from snapmla.testing.plan_tables import PlanTables
@@ -113,3 +114,19 @@ def test_thousands_of_query_tokens(batch: int, s_q: int, split: int | None) -> N
     check_every_row_once(plan, own.flatten().tolist())
     with pytest.raises(AssertionError):  # it can fail
         check_every_row_once(plan, [*own.flatten().tolist()[:-1], topk + 64])
+
+
+@needs_kernels
+def test_long_lists_of_high_accuracy_are_several_items() -> None:
+    """Sums of 16-bit products of more than some 16384 tokens would show in results."""
+    usual, high = (
+        snapmla.plan_sparse_decode(
+            16, 1, topk=40000, batch=1, device="cpu", num_parts=1, accuracy=accuracy
+        )
+        for accuracy in ("standard", "high")
+    )
+    assert (usual.pipeline, usual.longest_item, high.pipeline) == ("etap", 0, "f16")
+    assert high.longest_item == 16384 // 64 and high.max_stretches == 3
+    tiles = [plan.work_items[: int(plan.part_begin[-1]), 1:3].diff(dim=1) for plan in (usual, high)]
+    assert tiles[0].flatten().tolist() == [625] and int(tiles[1].sum()) == 625
+    assert int(tiles[1].max()) <= 1.1 * high.longest_item

@@ -1,4 +1,4 @@
-"""``snapmla.integrations.vllm.invariant``: a norm whose rows do not depend on each other's number."""
+"""``snapmla.integrations.vllm.invariant``: a norm whose rows do not depend on their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pipeline ``f16``: logits, LSE and results where the FP8 tensor core's sums show most."""
+"""``accuracy="high"``, pipeline ``f16``: logits, LSE and results where the FP8 tensor core's sums
+show most."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import snapmla
 from dsl_kernels.spec import VariantSpec
 from snapmla import metrics, runtime
 from snapmla.testing import aligned, selfcheck, sparse_job
@@ -16,21 +19,37 @@ from snapmla.testing.attend import Chunk, Rows, attend
 from snapmla.testing.rounding import MIMIC_F16, MIMIC_HW_FULL
 from softgpu import Options, using
 from tests.support import exact_logits as exact
-from tests.support.needs import needs_compiler
+from tests.support.needs import needs_compiler, needs_kernels
 
 CHECKED = Options(hazards="raise", seed=3)
-RARELY = pytest.mark.whole_matrix  # the variants are built for nothing else
-ROWS = (16, 32, 64)
+RARELY = pytest.mark.whole_matrix  # of the variants the test set has one
+ROWS = (16, 32, 64, 128)
+MOST = 64  # rows of a CTA
 
 
 def decoded(step: Aligned, op: str, rows: int) -> tuple[Tensor, Tensor]:
     """(out fp32, lse) of pages, or of lists at the level of the ABI, hazards checked."""
+    tile = min(rows, MOST)
     with using(CHECKED):
         if op == "decode":
-            return step.decoded(step.plan(pipeline="f16", row_tile=rows), torch.float32)
-        spec = VariantSpec(op=op, pipeline="f16", row_tile=rows, out_dtype="f32")
+            return step.decoded(step.plan(accuracy="high", row_tile=tile), torch.float32)
+        spec = VariantSpec(op=op, pipeline="f16", row_tile=tile, out_dtype="f32")
         kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
         return exact.ListedStep(spec, step).run(kernel)
+
+
+@needs_kernels
+def test_high_accuracy_where_fp8_is_far_off() -> None:
+    """As below, one seed, in the row tile of 16; by a plan of that accuracy."""
+    for kind in exact.KINDS[1::2]:
+        step = exact.equal_to_keys(kind, 16, 64, 1)
+        found = exact.found(step, *decoded(step, "decode", 16))
+        assert found.right, f"{kind}: {found}"
+    step = aligned.two_of_one_logit(exact.PAIR_LOGITS[-1], 16)
+    found = exact.found(step, *decoded(step, "decode", 16))
+    assert found.right and found.error < exact.FP32_ERROR / 2, found
+    usual = exact.found(step, *step.decoded(step.plan(), torch.float32))
+    assert usual.lse > 20 and usual.error > 30 * exact.FP32_ERROR
 
 
 @needs_compiler
@@ -52,9 +71,13 @@ def test_queries_that_equal_keys(kind: str, op: str, rows: int) -> None:
 
 @needs_compiler
 @RARELY
-@pytest.mark.parametrize(("op", "rows"), [("decode", 16), ("decode", 64), ("sparse_decode", 64)])
-def test_long_sequences(op: str, rows: int) -> None:
-    for kind in exact.KINDS[:2]:
+@pytest.mark.parametrize(
+    ("op", "rows", "kinds"),
+    [("decode", 16, exact.KINDS), ("decode", 64, exact.KINDS[:2]),
+     ("sparse_decode", 64, exact.KINDS[-2:]), ("decode", 128, exact.KINDS[1:2])],
+)  # fmt: skip
+def test_long_sequences(op: str, rows: int, kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
         step = exact.equal_to_keys(kind, rows, 4097, 1)
         found = exact.found(step, *decoded(step, op, rows))
         assert found.right, f"{kind}: {found}"
@@ -74,7 +97,7 @@ def test_two_tokens_of_one_logit(op: str, rows: int) -> None:
 
 @needs_compiler
 @RARELY
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", ROWS[:3])
 def test_zeros_keep_their_weight(rows: int) -> None:
     """Tokens of zeros, whose scale is 2^-80, before and behind others: LSE knows them all."""
     keys = torch.randn(192, 576)
@@ -126,3 +149,46 @@ def test_same_bits_over_lists_as_over_pages(rows: int) -> None:
     job.indices = job.indices.int()[None]
     got = job.run(kernel)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+class Watched(TorchDispatchMode):
+    """Notes the pipelines that ``torch.ops.snapmla`` is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipelines: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if str(func).startswith("snapmla.sparse_decode"):
+            self.pipelines += [each for each in args if isinstance(each, str)]
+        return func(*args, **kwargs or {})
+
+
+@needs_compiler
+@RARELY
+@pytest.mark.parametrize("heads", [5, 40])
+def test_lists_by_a_plan_of_high_accuracy(heads: int) -> None:
+    """Through the public call, and as the operator that tracers see: the same bits."""
+    step = exact.equal_to_keys("heavy tails", heads, 150, 1)
+    indices = (PAGE + torch.arange(150, dtype=torch.int32))[None, None]
+    plan = snapmla.plan_sparse_decode(
+        heads, 1, topk=150, batch=1, device="cpu", accuracy="high", num_parts=2, fixed_overhead=0
+    )
+    assert (plan.pipeline, plan.p_terms) == ("f16", 1) and int(plan.split_begin[-1]) == 2
+
+    def call() -> tuple[Tensor, Tensor]:
+        return snapmla.decode(
+            step.q, step.cache, indices=indices, softmax_scale=aligned.SCALE, plan=plan,
+            out_dtype=torch.float32,
+        )  # fmt: skip
+
+    with using(CHECKED):
+        out, lse = call()
+        found = exact.found(step, out, lse)
+        assert found.right, found
+        with Watched() as seen:
+            again = call()
+    assert seen.pipelines == ["f16"]
+    assert torch.equal(again[0], out) and torch.equal(again[1], lse)

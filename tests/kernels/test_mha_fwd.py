@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsl_kernels.mha_list import KEY_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck
@@ -30,7 +31,7 @@ def some(values: Iterable[Any], everyday: Any) -> list[Any]:
     return [v if v == everyday else pytest.param(v, marks=whole) for v in values]
 
 
-EVERY = some([f"mha_fwd_d{d}_d{t}_sm90a" for d in (192, 128) for t in ("bf16", "f16")], MAIN)
+EVERY = some([f"mha_fwd_d{d}_d{t}_sm90a" for d in (192, 128, 256) for t in ("bf16", "f16")], MAIN)
 
 
 def kernel_of(name: str) -> tuple[VariantSpec, Any]:
@@ -78,9 +79,9 @@ def test_flashmla_inputs(name: str, heads: tuple[int, int], causal: bool) -> Non
 
 
 def swings(job: MhaJob) -> MhaJob:
-    """Logits of every row about 200, -200, 200, ... by tiles of 128 keys."""
+    """Logits of every row about 200, -200, 200, ... by tiles of keys."""
     q, k = job.q.clone(), job.ks[0].clone()
-    sign = torch.where(torch.arange(len(k)) // 128 % 2 == 0, 1.0, -1.0)
+    sign = torch.where(torch.arange(len(k)) // KEY_TILE[q.shape[-1]] % 2 == 0, 1.0, -1.0)
     q[..., 0], k[..., 0] = 40.0, (sign * 200 / 40 / job.scale)[:, None].to(k.dtype)
     return replace(job, q=q, ks=(k, *job.ks[1:]))
 
@@ -154,11 +155,26 @@ def test_schedules(name: str) -> None:
 
 
 @pytest.mark.whole_matrix
-def test_many_heads_in_sections() -> None:
+@pytest.mark.parametrize("name", [MAIN, "mha_fwd_d256_dbf16_sm90a"])
+def test_many_heads_in_sections(name: str) -> None:
     """11 heads are a section of 8 and one of 3; RoPE channels of every KV head."""
-    spec, kernel = kernel_of(MAIN)
+    spec, kernel = kernel_of(name)
     job = MhaJob.draw(spec, (5, 130), (20, 150), 11, 11, rope_heads=11, ctas=3)
     errors = job.errors(run(kernel, job))
+    assert errors.right, str(errors)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_end_of_a_tile_of_80_keys(causal: bool) -> None:
+    """Row tiles and tiles of keys are no multiples of one another: ends before, at and behind the
+    edge of either, NaN behind each sequence."""
+    spec, kernel = kernel_of("mha_fwd_d256_dbf16_sm90a")
+    torch.manual_seed(6)
+    lk = (79, 80, 81, 128, 159, 160, 161, 207, 208, 241)
+    job = MhaJob.draw(spec, (1, 79, 80, 81, 128, 129, 7, 207, 80, 130), lk, 1, 1, causal=causal)
+    with using(CHECKED):
+        errors = job.errors(run(kernel, job))
     assert errors.right, str(errors)
 
 

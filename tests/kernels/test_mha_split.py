@@ -35,7 +35,9 @@ pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=3)
 MAIN = "mha_fwd_d192_dbf16_split_sm90a"
 HELPERS = ["mha_items_split_sm90a", "mha_merge_obf16_sm90a"]
-MORE = ["mha_merge_of16_sm90a", *(f"mha_fwd_d{d}_d{t}_split_sm90a" for d in (192, 128)
+WIDE = "mha_fwd_d256_dbf16_split_sm90a"
+MORE = ["mha_merge_of16_sm90a", "mha_merge_obf16_v256_sm90a", "mha_merge_of16_v256_sm90a",
+        *(f"mha_fwd_d{d}_d{t}_split_sm90a" for d in (192, 128, 256)
         for t in ("bf16", "f16"))]  # fmt: skip
 
 
@@ -141,9 +143,9 @@ def test_a_wrong_list_is_noticed() -> None:
 # -------------------------------------------------------------------------------------- kernels
 
 
-def run(job: SplitJob) -> dict[str, Any]:
+def run(job: SplitJob, name: str = MAIN) -> dict[str, Any]:
     """The arguments of a call of the kernel that attends, after it."""
-    spec = VariantSpec.from_name(MAIN)
+    spec = VariantSpec.from_name(name)
     directory = runtime.find_or_build(spec, need_library=False).directory
     call, given = selfcheck.load(spec, directory), job.arguments()
     with using(CHECKED):
@@ -153,13 +155,15 @@ def run(job: SplitJob) -> dict[str, Any]:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("causal", [True, False])
-def test_row_tiles_and_heads(causal: bool) -> None:
-    """Two row tiles in two pieces, three heads of which two share K; frames that move."""
-    spec = VariantSpec.from_name(MAIN)
+@pytest.mark.parametrize("name", [MAIN, WIDE])
+def test_row_tiles_and_heads(name: str, causal: bool) -> None:
+    """Two row tiles in two pieces, two heads that share K; frames that move.  Of tiles of 80 keys
+    the first piece's last one holds keys of the second."""
+    spec = VariantSpec.from_name(name)
     torch.manual_seed(4)
     job = SplitJob.draw(spec, (130, 9), (4200, 30), 2, 1, causal=causal, spread=6.0, ctas=3)
     assert lists_of(job.lq, job.lk, causal).bases == [0, -1]
-    errors = job.split_errors(run(job))
+    errors = job.split_errors(run(job, name))
     assert errors.right, str(errors)
 
 
@@ -192,14 +196,15 @@ def alone(job: SplitJob, which: int) -> SplitJob:
 
 
 @pytest.mark.whole_matrix
-def test_partial_rows_do_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("name", [MAIN, WIDE])
+def test_partial_rows_do_not_depend_on_the_batch(name: str) -> None:
     """Between neighbours of NaN, and alone, on more and fewer CTAs: the same partial rows."""
-    spec = VariantSpec.from_name(MAIN)
+    spec = VariantSpec.from_name(name)
     torch.manual_seed(2)
     job = SplitJob.draw(spec, (2, 10, 60), (1990, 2100, 44), 1, 1, spread=4.0, ctas=3)
     for rows in (*job.ks, job.v):
         rows[:1990], rows[4090:] = 1e4, math.nan
-    many, one = run(job), run(alone(job, 1))
+    many, one = run(job, name), run(alone(job, 1), name)
     begin = lists_of(job.lq, job.lk, True).bases[1]
     rows: list[Tensor] = [many[n][begin : begin + 20] for n in ("partial_out", "partial_lse")]
     assert begin == 4 and one["partial_out"][:20].isfinite().all()

@@ -20,7 +20,7 @@ pytestmark = needs_kernels
 KEPT, STREAMED = (64, 8, 2), (64, 0, 2)
 LIST = {KEPT: 384, STREAMED: 1024}  # entries of a CTA's list
 EVERYDAY = [KEPT, pytest.param(STREAMED, marks=pytest.mark.whole_matrix)]
-WHOLE = ((64, 16, 8), (128, 32, 1), (512, 8, 4), (128, 8, 1), (1024, 8, 1))
+WHOLE = ((64, 16, 8), (128, 32, 1), (512, 8, 4), (1024, 8, 1))
 SHAPES = [*EVERYDAY, *(pytest.param(x, marks=pytest.mark.whole_matrix) for x in WHOLE)]
 AXES = ("threads", "keys", "cluster")
 DISTRIBUTIONS = list(topk_reference.DISTRIBUTIONS)

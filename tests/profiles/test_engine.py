@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from profiles.engine import __main__ as commands
 from profiles.engine import bring, case, gates, spec, study, truth, v32
 from profiles.fidelity.attention import attend_plainly
 
@@ -231,6 +233,24 @@ def test_gates_of_sparse_attention(results: Any, verdicts: list[bool]) -> None:
     page = gates.sparse_page(["- here"], accuracy, times, (4, 27))
     assert page.count("not measured") >= 4 and "| snapmla_sparse-4-share-8x131072 | 100" in page
     assert {gate.passed for gate in gates.sparse_gates({}, {}, (4, 27))} == {None}
+
+
+def test_a_page_is_of_all_calls_of_a_part(tmp_path: Path) -> None:
+    """Deep models are timed a shape a call, and the calls' results are one page."""
+    told = {name: "x" for name in ("commit", "time", "gpu", "vllm", "torch", "python")}
+    share = {f"{part}_us": 100.0 for part in (*case.SPARSE_PARTS, "rest", "all")}
+    for timing in spec.SPARSE_TIMINGS:
+        cases = study.sparse_timings(tmp_path, 27)
+        row = lambda one: {"ms": [1.0], "share": share if one.profile else {}}
+        speed = {one.name: {"blocks": 1, "times": {timing: row(one)}}
+                 for one in cases if one.timings == (timing,)}  # fmt: skip
+        result = {"part": f"sparse-deep-{timing}", "data": {"speed": speed}, "command": "run"}
+        (tmp_path / f"sparse-deep-{timing}.json").write_text(json.dumps(result | told))
+    judged = {gate.name: gate.passed for gate in commands.report(tmp_path)}
+    deep = {name: passed for name, passed in judged.items() if "27 layers" in name}
+    assert len(deep) == 4 and None not in deep.values()
+    page = (tmp_path / "engine-sparse.md").read_text()
+    assert all(f"`run:sparse-deep,--timing,{t}`" in page for t in spec.SPARSE_TIMINGS)
 
 
 def test_a_case_that_takes_too_long_ends_with_its_children(

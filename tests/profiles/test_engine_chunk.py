@@ -1,4 +1,4 @@
-"""profiles.engine.chunk without vLLM: prompts, the step that counts, the model in torch, the page."""
+"""profiles.engine.chunk without vLLM: prompts, the step that counts, the model in torch, pages."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from profiles.fidelity import __main__ as cli
-from profiles.fidelity import figures, gates
+from profiles.fidelity import figures, gates, high
 from profiles.fidelity.dials import AMPLITUDES, DIALS
 from profiles.fidelity.study import MEASURES, SCOPES
 
@@ -21,7 +21,7 @@ LAYERS, SEEDS = 3, 3
 BASE = {
     "ours": 1.0, "ours2": 0.9, "paper": 1.02, "A": 1.3, "B": 1.1, "C": 1.1, "D": 1.04,
     "plain": 1.05, "pow2": 1.05, "phased": 0.95, "c128": 0.97, "bf16": 0.05, "kernel": 1.0,
-    "kernel2": 0.9, "flashmla_bf16": 0.1, "flashmla_fp8": 1.6,
+    "kernel2": 0.9, "high": 0.9, "kernel_high": 0.9, "flashmla_bf16": 0.1, "flashmla_fp8": 1.6,
 }  # fmt: skip
 Results = dict[tuple[str, str], dict[str, Any]]
 
@@ -175,6 +175,23 @@ def test_a_gate_fails_alone(good: Results, what: str) -> None:
 def test_beyond_the_trained_length_kernels_may_differ(good: Results) -> None:
     good["full", "perplexity"]["data"]["65536"]["kernel"]["kl"] = [1.0] * 3
     assert verdicts(good)["kernels_like_fake"] is True
+
+
+def test_the_page_of_high_accuracy(good: Results) -> None:
+    """Each dial and each length has a line, what was not measured none of the columns."""
+    parts = [
+        {**good["small-2", part], "commit": "abc", "torch": "2", "seeds": [1, 2, 3]}
+        for part in high.PARTS
+    ]
+    lines = high.page(*parts).splitlines()
+    (natural,) = (line for line in lines if line.startswith("| natural |"))
+    assert natural.split(" | ")[1:5] == ["1.10e-03", "2.20e-02", "1.98e-02", "1.98e-02"]
+    assert sum(line.startswith("| 2.0, ") for line in lines) == 2 * 3
+    for each in parts[0]["data"].values():
+        del each["errors"]["kernel_high"]
+    assert len(high.page(*parts).splitlines()) == len(lines)
+    shown = high.layer_lines(parts[0]["data"])
+    assert "| high |" not in shown[2] and "| high, mimic |" in shown[2]
 
 
 def test_signs_inside_the_spread_do_not_count(good: Results) -> None:

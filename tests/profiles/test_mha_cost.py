@@ -5,26 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiles import mha_cost
+from dsl_kernels.mha_list import BESIDE, HEADER, LAST, TILES
+from profiles import mha_cost, mha_designs
 from profiles.mha_cost import Problem, Shape, even
 from snapmla.testing.mha_job import mha_reference
 from tests.support.needs import needs_kernels
 
+CPU = torch.device("cpu")
 
+
+@pytest.mark.parametrize("d_qk", [192, 256])
 @pytest.mark.parametrize("causal", [True, False])
-def test_flop_are_of_the_pairs_that_are_seen(causal: bool) -> None:
+def test_flop_are_of_the_pairs_that_are_seen(causal: bool, d_qk: int) -> None:
     lq, lk = (3, 5, 4), (7, 2, 4)
-    shape = Shape("x", lq, lk, 4, 192, causal, 1.0)
+    shape = Shape("x", lq, lk, 4, d_qk, causal, 1.0)
     seen = 0
     for s_q, s_k in zip(lq, lk):
         mask = torch.ones(s_q, s_k)
         seen += int((mask.tril(s_k - s_q) if causal else mask).sum())
-    assert shape.pairs == seen and shape.flop == 2 * seen * 4 * 320
+    assert shape.pairs == seen and shape.flop == 2 * seen * 4 * {192: 320, 256: 512}[d_qk]
 
 
 def test_every_gate_has_its_shape() -> None:
     """One row a gate of the table; FA3's ratio within 1 % counts."""
-    assert len({(s.label, s.heads, s.d_qk, s.causal) for s in mha_cost.SHAPES}) == 12
+    shapes = {(s.label, s.heads, s.kv_heads, s.d_qk, s.causal) for s in mha_cost.SHAPES}
+    assert len(shapes) == len(mha_cost.SHAPES) == 20
     assert even("x", 2, 5, 8, 128, True, 1.0, kv_heads=2).group == 4
 
 
@@ -56,3 +61,18 @@ def test_ours_is_compared_before_it_is_timed() -> None:
 def test_figures() -> None:
     assert mha_cost.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == "3.0 (1.5–4.5)"
     assert mha_cost.ratio([1.0, 2.0, 4.0], [2.0, 3.0, 4.0]) == 1.5
+
+
+def test_orders_are_lists_of_the_same_work() -> None:
+    """Every row tile once, the longest sequence's first where that is the order."""
+    problem = Problem.draw(Shape("x", (300, 5, 700), (300, 90, 800), 2, 192, True, 1.0), CPU)
+    first = set()
+    for order in mha_designs.ORDERS:
+        work = mha_designs.work_in(order, problem).tolist()
+        assert (work[0], work[BESIDE], work[LAST]) == (0, order.beside, order.last)
+        tiles = [tuple(work[at : at + 2]) for at in range(HEADER, HEADER + 2 * work[TILES], 2)]
+        assert sorted(tiles) == [(0, 0), (0, 1), (0, 2), (1, 0), *((2, m) for m in range(6))]
+        if order.by == "sequences":
+            assert tiles[:6] == [(2, m) for m in range(5, -1, -1)] and tiles[-1] == (1, 0)
+        first.add((order.by, tiles[4]))
+    assert first == {("sequences", (2, 1)), ("tiles", (0, 2))}

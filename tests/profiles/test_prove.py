@@ -270,9 +270,11 @@ def test_steps_are_the_whole_matrix() -> None:
     by_kind = {kind: {s.what for s in steps if s.kind == kind} for kind in prove.KINDS}
     # what is built when it is asked for is studied beside the matrix
     assert not set(prove.ASKED) & {s.name for s in every}
+    assert set(prove.BESIDE) <= {s.name for s in every} - sample
     for kind in ("schedules", "mutants"):
-        assert set(prove.ASKED) <= by_kind[kind]
-        by_kind[kind] -= set(prove.ASKED)
+        more = {*prove.ASKED, *prove.BESIDE}
+        assert more <= by_kind[kind]
+        by_kind[kind] -= more
     assert by_kind["variant"] == {s.name for s in every}
     decodes = {s.name for s in matrix.default_specs("sm_100a") if not s.family.helper}
     assert by_kind["schedules"] == sample | decodes and by_kind["mutants"] <= sample
@@ -284,11 +286,9 @@ def test_steps_are_the_whole_matrix() -> None:
     def kernel(spec: VariantSpec) -> tuple[object, ...]:
         return (spec.op, *(v for axis, v in spec.values if axis in ("pipeline", "row_tile")))
 
-    one_term = [s for s in studied if dict(s.values).get("p_terms", 1) == 1]
     kernels = {kernel(s) for s in every if s.op not in prove.STAND_INS}
-    assert set(map(kernel, one_term)) == kernels
-    assert len(one_term) == len(kernels)
-    assert len(studied) == len(one_term) + 2  # and two terms of P, of dense and sparse decode
+    assert set(map(kernel, studied)) == kernels
+    assert len(studied) == len(kernels)
     for step in steps:
         assert step.commands, "nothing would pass"
         assert all(c[0] == "-m" or (prove.ROOT / c[0]).is_file() for c in step.commands)

@@ -44,7 +44,9 @@ def test_schedules_are_dealt_out_and_none_is_left_out() -> None:
         seeds += range(first, first + count)
         assert words[:4] == CHECK[:4] and each.of == len(found) > 1
     assert seeds == list(range(100))
-    assert prove_away.shares(step("mutants")) == [Share("mutants:merge_obf16_sm90a", "1", CHECK)]
+    parts = [(each.command[-1], each.of) for each in prove_away.shares(step("mutants"))]
+    assert parts == [(f"{k}/4", 4) for k in (1, 2, 3, 4)]
+    assert prove_away.shares(step("sample")) == [Share("sample:merge_obf16_sm90a", "1", CHECK)]
 
 
 def test_a_share_that_takes_too_long_is_ended() -> None:
@@ -60,6 +62,13 @@ def test_a_step_passes_when_all_of_its_shares_have() -> None:
     (found,) = prove_away.complete(ended, "c0ffee")
     assert found.passed and found.message == "part 1 (2 such shares)" and found.cpu_seconds > 0
     assert (found.name, found.key, found.commit) == ("small:a", "1", "c0ffee")
+
+
+def test_mutants_of_all_shares_are_counted() -> None:
+    said = "merge_obf16_sm90a: {} of {} mutants killed (0 %), at most 10 schedules each"
+    shares = [share(f"print('{said.format(k, k + 1)}')", of=2) for k in (3, 0)]
+    (found,) = prove_away.complete([e for e in run(*shares) if e is not None], "c0ffee")
+    assert found.message == said.format(3, 5).replace("(0 %)", "(60 %)")
 
 
 def test_a_share_that_fails_fails_its_step() -> None:

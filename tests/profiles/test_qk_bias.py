@@ -31,17 +31,21 @@ def test_the_docs_show_the_tables(report: dict) -> None:
 
 
 def test_what_the_docs_claim(report: dict) -> None:
-    """6e-4 of ``high`` up to a standard deviation of 1; beyond, and where a query equals a key, the
-    bias, of which P's terms take nothing."""
+    """6e-4 of two terms of P up to a standard deviation of 1; beyond, and where a query equals a
+    key, the bias, of which P's terms take nothing.  Exact logits have none of it."""
     for row in report["spreads"]:
-        assert (row["high"] < 6.5e-4) == (row["deviation"] <= 1), row
+        assert (row["two"] < 6.5e-4) == (row["deviation"] <= 1), row
         low, high = row["lse_bound"]
-        assert low <= row["lse_error"] <= high
+        errors = row["lse_error"]
+        assert low <= errors["standard"] == errors["two"] <= high
+        assert row["high"] <= 3e-4 and abs(errors["high"]) <= 2e-4 + 2e-5 * row["largest"]
     for row in report["pairs"]:
-        assert 0.7e-3 * row["logit"] < row["high"] < 1.0e-3 * row["logit"]
+        assert 0.7e-3 * row["logit"] < row["two"] < 1.0e-3 * row["logit"]
+        assert row["high"] <= 1e-3 and abs(row["lse_error"]["high"]) <= 2e-5
     for row in report["merged"]:
-        bias = row["bias"][0] - row["bias"][1]
-        assert row["high"] == pytest.approx(-bias / 2, rel=0.1)
+        bias = row["bias"]["two"][0] - row["bias"]["two"][1]
+        assert row["two"] == pytest.approx(-bias / 2, rel=0.1)
+        assert row["high"] <= 1e-3 and max(map(abs, row["bias"]["high"])) <= 2e-5
     for row in report["patterns"]:
         assert row["share"][1] <= 1 and row["bound"] <= row["bias"][2]
 

@@ -10,9 +10,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 import softgpu
 import softgpu.loader
@@ -195,6 +197,40 @@ def test_mutants_of_chosen_lines(
     assert "append_kv.py:1" in capsys.readouterr().err
 
 
+def test_what_is_explained_has_fewer_schedules(
+    append: runtime.Artifact, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of each landing; what no explanation names has all of them."""
+    tried: list[int] = []
+    study = mutate.study
+
+    def told(*given: Any) -> Any:
+        for outcome in study(*given):
+            tried.append(outcome.seed)
+            yield outcome
+
+    monkeypatch.setattr(mutate, "study", told)
+    asked = ["mutate", append.name, "--dir", str(append.directory), "--seeds", "4"]
+    alone = [*asked, "--lines", "append_kv.py:*", "--explained"]
+    assert main([*alone, "griddepcontrol.launch_dependents"]) == 0
+    assert "at most 4 schedules each, 3 where explained" in capsys.readouterr().out
+    assert main([*alone, "1 x griddepcontrol.launch_dependents in append_kv.py"]) == 0
+    assert main([*alone, "bar.warp.sync"]) == 1
+    launches = [max(tried[i : i + 2]) for i in range(0, 6, 2)]
+    assert launches == [3, 3, 4]
+
+
+def test_the_source_line_is_of_the_file_that_was_compiled() -> None:
+    """Two folders may have a file of one name: the PTX states the whole path."""
+    names = [f"dsl_kernels/{arch}/softmax_role.py" for arch in ("sm90", "sm100")]
+    for path in names:
+        lines = (Path(commands.dims.__file__).parents[1] / path).read_text().splitlines()
+        site = mutate.Site(0, "", f"softmax_role.py:{len(lines)}", 1, "wait", path)
+        assert commands._source_text(site) == lines[-1]
+    for path in ("", "../README.md", "dsl_kernels/none.py", "/etc/hostname"):
+        assert commands._source_text(mutate.Site(0, "", "x.py:1", 1, "wait", path)) == ""
+
+
 @pytest.mark.parametrize(("explained", "fails"), [
     (["fence"], True), (["fence", "wait"], False), (["fence", "wait in b.py"], True),
     (["fence", "1 x wait"], True), (["fence", "2 x wait"], False), (["1 x fence", "wait"], False),
@@ -209,6 +245,23 @@ def test_survivors_that_are_explained(explained: list[str], fails: bool) -> None
         for pc, (source, text, killed) in enumerate(found)
     ]
     assert commands._unexplained(outcomes, explained) == fails
+
+
+def test_parts_of_the_mutants() -> None:
+    """Disjoint, together all, as long as one another where what is explained survives; what one
+    counted explanation is about stays together."""
+    texts = ["wait %r1"] * 4 + ["fence"] * 3 + ["commit"] * 6 + ["wait %r1"] * 2
+    files = ["a.py:1"] * 13 + ["b.py:1"] * 2
+    sites = [mutate.Site(pc, "", files[pc], pc, text) for pc, text in enumerate(texts)]
+    why = ["fence", "2 x wait in a.py", "9 x wait"]
+    parts = [commands._part(sites, f"{k}/3", why, 10) for k in (1, 2, 3)]
+    assert sorted(site.pc for part in parts for site in part) == list(range(15))
+    assert any(set(sites[:4]) <= set(part) for part in parts)
+    assert commands._part(sites, "1/1", why, 10) == sites
+    survivors = [sum(site.text == "fence" for site in part) for part in parts]
+    assert sorted(survivors) == [0, 1, 2]
+    with pytest.raises(typer.Exit):
+        commands._part(sites, "3/2", why, 10)
 
 
 @pytest.mark.parametrize("line, said", [

@@ -19,7 +19,7 @@ CALLED_FOR = (
     "append_kv_xbf16_ii64_interleaved_rms_sm90a", "append_kv_xbf16_ii64_interleaved_sm90a",
     "append_kv_xbf16_ii64_neox_rms_csbf16_sm90a", "fetch_dequant_xbf16_indices_kvbf16_sm90a",
     "decode_dual_wg_r64_p64_of32_sm90a", "decode_etap_r16_p16_of32_sm90a",
-    "decode_etap_r16_p64_of32_pt2_sm90a", "decode_etap_r32_p64_of32_sm90a",
+    "decode_f16_r16_p64_of32_sm90a", "decode_etap_r32_p64_of32_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_nope_sm90a",
     "decode_etap_r64_p64_of32_sm90a", "dense_decode_split_r16_p64_dbf16_sm90a",

@@ -1,10 +1,10 @@
 """What batch invariance needs of vLLM beside attention: a norm that sums a row in one order.
 
 vLLM's kernel that adds a residual and norms (``fused_add_rms_norm``) sums a row with up to 1024
-threads in steps of fewer than 256 tokens and with 256 in larger ones, under ``VLLM_BATCH_INVARIANT``
-too (vLLM 0.26; pull request 48391 of vllm-project/vllm mended it later).  So a short prompt alone
-has other bits than within a step of other prompts.  Where the kernel does so, rows are added first
-and go through vLLM's own batch-invariant norm then, which has a program a row.
+threads in steps of fewer than 256 tokens and with 256 in larger ones, ``VLLM_BATCH_INVARIANT`` or
+not (vLLM 0.26; pull request 48391 of vllm-project/vllm mended it later).  So a short prompt alone
+has other bits than within a step of other prompts.  Where the kernel does so, the residual is added
+first and the sum goes through vLLM's own batch-invariant norm, which has a program a row.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def depends_on_rows(fused: Norm, device: torch.device) -> bool:
         fused: (input, residual, weight, epsilon), both of the first in place.
     """
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(MANY, WIDTH, generator=generator).to(device)  # float32: all bits are seen
-    weight = torch.ones(WIDTH, device=device)
+    # float32, where all bits of a row's factor are seen; vLLM may have set other defaults
+    rows = torch.randn(MANY, WIDTH, generator=generator, dtype=torch.float32, device="cpu")
+    rows, weight = rows.to(device), torch.ones(WIDTH, dtype=torch.float32, device=device)
     whole, parts = rows.clone(), rows.clone()
     fused(whole, torch.zeros_like(whole), weight, 1e-6)
     for part in parts.split(FEW):

@@ -70,8 +70,9 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
     for call in calls:
         out, want = call.pairs["out"]
         rounded = metrics.relative_l2(want.to(out.dtype), want)
-        error, allowed = max(error, metrics.relative_l2(out, want)), max(allowed, rounded)
-        lse_error = max(lse_error, metrics.lse_error(*call.pairs["lse"]))
+        error = metrics.largest(error, metrics.relative_l2(out, want))
+        allowed = max(allowed, rounded)
+        lse_error = metrics.largest(lse_error, metrics.lse_error(*call.pairs["lse"]))
     allowed = MIMIC_FACTOR * allowed + 5e-7
     return Result(
         error <= allowed and lse_error <= 2e-6,

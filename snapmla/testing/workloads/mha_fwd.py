@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dsl_kernels.mha_list import ROWS, SplitRoom, most_tiles
+from dsl_kernels.mha_list import ROWS, WIDTHS, SplitRoom, most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_job import MhaJob, offsets, work_of
 from snapmla.testing.mha_split_job import SplitJob, merged, split_work
@@ -25,26 +26,39 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     before it is masked, too, for some rows without moving their frame;
     then every key for every row, four tiles, and logits that move frames; at the end of the lists
     short sequences, and such without keys, of which nothing but a note tells; at last a batch in
-    which no sequence has keys.  Of split keys one sequence each has two pieces."""
+    which no sequence has keys.  Of split keys one sequence each has two pieces; lists that tell
+    sections have one head, two and all side by side."""
     if spec.keys == "split":
         yield from _small_split(spec)
         return
+    listed = spec.sections == "listed"
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = [140, 0, 40, 9], [266, 33, 20, 30]
+        lq, lk = [140, 0, 40, 9], [_just_whole(spec), 33, 20, 30]
         if not causal:
             lq, lk = [20, 0, 3, 2, 2, 2], [420, 40, 0, 0, 0, 0]
         job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
+        if listed:  # a head in a section and one in the last; both in the last
+            job = dataclasses.replace(job, sections=(1, 1) if causal else (2, 4))
         for rows in (*job.ks, job.v):
             rows[lk[0] : lk[0] + lk[1]] = bad
         yield Call(job.arguments(), {}, job=job)
     job = MhaJob.draw(spec, (3, 2, 2, 2), (0, 0, 0, 0), 2, 1)
     yield Call(job.arguments(), {}, job=job)
+    if listed:  # a section of two heads, the last of one
+        job = MhaJob.draw(spec, (130, 3), (100, 20), 3, 1)
+        job = dataclasses.replace(job, sections=(2, 1))
+        yield Call(job.arguments(), {}, job=job)
+
+
+def _just_whole(spec: VariantSpec) -> int:
+    """Keys of 140 query tokens of which the first row tile sees whole tiles of keys."""
+    return -(-254 // spec.key_tile) * spec.key_tile + 10
 
 
 def _small_split(spec: VariantSpec) -> Iterator[Call]:
     """Two CTAs; one, which has three tiles of V to clear and so notes in a slot that was freed."""
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk, ctas = [3, 0, 140], [1950, 33, 266], 2
+        lq, lk, ctas = [3, 0, 140], [1950, 33, _just_whole(spec)], 2
         if not causal:
             lq, lk, ctas = [5, 20, 3, 2, 2, 2], [40, 2050, 30, 0, 0, 0], 1
         job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad, ctas=ctas)
@@ -79,9 +93,8 @@ def recorded(case: Case, run: Runner) -> Recorded:
     if split:
         lq[0], lk[0] = lq[0] % 128 + 1, lk[0] + 2200
     t_q, t_k, heads, kv_heads, causal = sum(lq), sum(lk), 4, 2, case.index % 2 == 0
-    made = [_rows(case, bits, t_q, heads, spec.d_qk), _rows(case, bits, t_k, kv_heads, 128)]
-    if spec.d_qk == 192:
-        made.append(_rows(case, bits, t_k, 1, 64))
+    made = [_rows(case, bits, t_q, heads, spec.d_qk)]
+    made += [_rows(case, bits, t_k, h, w) for h, w in zip((kv_heads, 1), WIDTHS[spec.d_qk])]
     made.append(_rows(case, bits, t_k, kv_heads, spec.d_v))
     q, *ks, v = (exact.as_tensor(x, dtype, run.device) for x in made)
     out = run.full((t_q + 5, heads, spec.d_v), 5.0, dtype)
@@ -110,10 +123,8 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     source, dtype = Source(device, seed), DTYPES[spec.dtype]
     lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
     t_q, t_k, h = sum(lq), sum(lk), sizes.heads
-    widths: dict[str, tuple[int, int]] = {"k_nope": (h, 128)}
-    if spec.d_qk == 192:
-        widths["k_rope"] = (1, 64)
-    keys = {name: source.normal(t_k, *shape, dtype=dtype) for name, shape in widths.items()}
+    widths = zip(("k_nope", "k_rope"), (h, 1), WIDTHS[spec.d_qk])
+    keys = {name: source.normal(t_k, n, width, dtype=dtype) for name, n, width in widths}
     tables: dict[str, Tensor] = {
         "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk), "work": work_of(lq, lk, True)
     }  # fmt: skip
@@ -138,9 +149,9 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
     """Bytes that a launch cannot avoid: q, k, v and the results once."""
     t_q, t_k = sizes.batch * sizes.s_q, sizes.batch * sizes.tokens
-    rows = t_q * (spec.d_qk + spec.d_v) + t_k * (128 + spec.d_v)
-    rope = 2.0 * t_k * 64 if spec.d_qk == 192 else 0.0
-    return sizes.heads * (2.0 * rows + 4.0 * t_q) + rope + 8.0 * -(-t_q // ROWS)
+    nope, *rope = WIDTHS[spec.d_qk]
+    rows = t_q * (spec.d_qk + spec.d_v) + t_k * (nope + spec.d_v)
+    return sizes.heads * (2.0 * rows + 4.0 * t_q) + 2.0 * t_k * sum(rope) + 8.0 * -(-t_q // ROWS)
 
 
 WORKLOAD = Workload(small, judge, recorded, sized, moved=moved)

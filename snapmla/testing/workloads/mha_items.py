@@ -9,9 +9,12 @@ import numpy as np
 import torch
 
 from dsl_kernels.mha_list import (
+    BESIDE,
     ENTRY_WORDS,
     HEADER,
+    LAST,
     LIST,
+    ROWS,
     SPLITS,
     TILES,
     SplitRoom,
@@ -29,13 +32,16 @@ from snapmla.testing.workloads.samples import Source
 BINS = 1024  # of the kernel's counting sort: which orders longer lists less finely
 
 
-def _given(
-    lq: Sequence[int], lk: Sequence[int], causal: bool, keys: str = "whole"
-) -> dict[str, Any]:
+SECTIONS = 2, 8  # heads of a section, of the last one, that lists are told
+
+
+def _given(lq: Sequence[int], lk: Sequence[int], causal: bool, spec: VariantSpec) -> dict[str, Any]:
     """Arguments; the workspace full of -7."""
     words, room = workspace_words(sum(lq), len(lq)), room_of(lq, lk)
     more: dict[str, Any] = {}
-    if keys == "split":
+    if spec.sections == "listed":
+        more = dict(zip(("beside", "last"), SECTIONS))
+    if spec.keys == "split":
         words, more = room.list_words, {"most_splits": room.splits, "partial_rows": room.rows}
     return {
         "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk),
@@ -68,7 +74,7 @@ SPLIT = (
 def small(spec: VariantSpec) -> Iterator[Call]:
     """Lengths 0 on either side, many sequences, few, none; long keys."""
     for lq, lk, causal in (*SMALL, *(SPLIT if spec.keys == "split" else ())):
-        given = _given(lq, lk, causal, spec.keys)
+        given = _given(lq, lk, causal, spec)
         yield Call(given, {"work": "work"}, job=(lq, lk, causal), note=str(lq))
 
 
@@ -93,6 +99,30 @@ def wrong(
         shift += 1
     costs = [min(key_tiles(lq[i], lk[i], m, causal) >> shift, BINS - 1) for i, m in tiles]
     return "" if costs == sorted(costs, reverse=True) else "a longer row tile behind a shorter one"
+
+
+def wrong_listed(
+    work: Sequence[int], lq: Sequence[int], lk: Sequence[int], causal: bool, max_seqlen_k: int = 0
+) -> str:
+    """``wrong`` of a list that tells sections: a sequence's row tiles lie side by side, the last
+    one first; the sequence whose last one sees the most keys comes first."""
+    want = row_tiles(lq, lk, causal)
+    header = [0, len(want), *SECTIONS]
+    if list(work[:HEADER]) != header or (BESIDE, LAST) != (2, 3):
+        return f"header {list(work[:HEADER])}, expected {header}"
+    words = work[HEADER : HEADER + 2 * len(want)]
+    tiles = list(zip(words[::2], words[1::2]))
+    if sorted(tiles) != sorted(want):
+        return "not every row tile once"
+    order = list(dict.fromkeys(i for i, _ in tiles))
+    if tiles != [(i, m) for i in order for m in reversed(range(-(-lq[i] // ROWS)))]:
+        return "a sequence's row tiles are not side by side from the last on"
+    longest, shift = -(-(max_seqlen_k or max(lk, default=0)) // 128), 0
+    while longest >> shift >= BINS:
+        shift += 1
+    last = [key_tiles(lq[i], lk[i], -(-lq[i] // ROWS) - 1, causal) >> shift for i in order]
+    costs = [min(cost, BINS - 1) for cost in last]
+    return "" if costs == sorted(costs, reverse=True) else "a longer sequence behind a shorter one"
 
 
 def wrong_split(
@@ -132,7 +162,8 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
             reason = wrong_split(work, lq, lk, causal, room_of(lq, lk))
             bad += [f"{call.note}: {reason}"] if reason else []
             continue
-        reason = wrong(work, lq, lk, causal)
+        judged = wrong_listed if spec.sections == "listed" else wrong
+        reason = judged(work, lq, lk, causal)
         if not reason and any(x != -7 for x in work[HEADER + 2 * len(row_tiles(lq, lk, causal)) :]):
             reason = "words behind the list were written"
         if reason:
@@ -148,7 +179,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
         split = case.spec.keys == "split"
         if split:
             lk = [n * 30 for n in lk]
-        given = _given(lq, lk, causal, case.spec.keys)
+        given = _given(lq, lk, causal, case.spec)
         given = {n: x.to(run.device) if isinstance(x, torch.Tensor) else x
                  for n, x in given.items()}  # fmt: skip
         run.call(case.variant, **given)
@@ -161,7 +192,11 @@ def recorded(case: Case, run: Runner) -> Recorded:
         if split:
             order = (tiles[:, 0] * 2**20 + tiles[:, 1] * 16 + tiles[:, 2]).argsort()
         seen += [np.array(lq, np.int32), np.array(lk, np.int32)]
-        found.append([work[:HEADER], tiles[order].int().flatten().to(run.device)])
+        header = work[:HEADER].clone()
+        if case.spec.sections == "listed":  # beside what it was told
+            header[BESIDE] -= SECTIONS[0]
+            header[LAST] -= SECTIONS[1]
+        found.append([header, tiles[order].int().flatten().to(run.device)])
     return exact.of_problems(seen, found, "tables")
 
 
@@ -169,7 +204,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     """Prompts of ``sizes.s_q`` new tokens, ``sizes.tokens`` keys in all."""
     source = Source(device, seed)
     lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
-    given = _given(lq, lk, True, spec.keys)
+    given = _given(lq, lk, True, spec)
     words = len(given["work"])
     return {
         **{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in given.items()},
