@@ -24,6 +24,11 @@
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   f16                        decode with exact logits beside the default (profiles.logits_cost)
+#   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
+#                              before pack: python -m codegen build of
+#                              record_decode_mix16_rR_obf16_sm90a and
+#                              record_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 16, 32, 64; its tests
+#                              are tests:tests/gpu/test_record_decode.py
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
@@ -283,6 +288,7 @@ run_part() {
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         f16) timeout -k 10 "$seconds" "$python" -m profiles.logits_cost --out "$work" ;;
+        records) timeout -k 10 "$seconds" "$python" -m profiles.records_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.parallel_cost --out "$work" \

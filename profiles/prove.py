@@ -68,13 +68,14 @@ EXPLAINED_OF = {
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
-    "sparse_decode_mix16_r32_*": (
+    "record_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "*_decode_mix16_r32_*": (
         "1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",
         "8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
     ),
-    "sparse_decode_mix16_r16_*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
-    "sparse_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
-    "sparse_decode_mix16_*": CONVERTED,
+    "*_decode_mix16_r16_*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_*": CONVERTED,
     "*decode_f16_*": CONVERTED,
     "*decode_f16_r16_*": (
         "3 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
@@ -97,6 +98,7 @@ ASKED = (
     "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
     "decode_etap_r16_p64_obf16_pt2_sm90a", "sparse_decode_etap_r16_obf16_pt2_sm90a",
+    "record_decode_mix16_r16_obf16_sm90a", "record_decode_mix16_r64_obf16_sm90a",
 )  # fmt: skip
 # Of the matrix, studied beside the variant that stands for their kernel: K is one tensor there.
 BESIDE = ("mha_fwd_d128_df16_sm90a",)

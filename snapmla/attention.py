@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache
@@ -99,7 +100,7 @@ def decode(
     device.  Several KV heads, and pages of more than 128 tokens, cost a few small launches and
     allocations more.  Where calls are recorded or watched (``torch.compile``, ``make_fx``,
     FakeTensors, dispatch modes) it is one node, ``torch.ops.snapmla.decode``, or ``dense_decode``
-    over 16 bits; without a plan, ``torch.compile`` runs it between two graphs.  Inside
+    over 16 bits and bytes; without a plan, ``torch.compile`` runs it between two graphs.  Inside
     ``torch.func`` transforms (vmap, grad) it is refused.  Results never require grad: this is
     inference.
 
@@ -107,8 +108,8 @@ def decode(
         q: from ``quantize_q``; (b, s_q, h, ...), or ragged (total_q, h, ...), which needs a plan.
             With a 16-bit cache bfloat16 or float16, as the cache, (b, s_q, h, 576) or ragged,
             contiguous; with several KV heads query heads j * g to (j + 1) * g - 1 read KV head j,
-            where g = h / num_kv_heads.  With ``indices`` over formats of bytes bfloat16 of as many
-            channels as K has: 576 of ``fp8_ds_mla``, else 512.
+            where g = h / num_kv_heads.  Over formats of bytes bfloat16 of as many channels as K
+            has: 576 of ``fp8_ds_mla``, else 512.
         cache: pages that ``block_table`` points into.
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.
@@ -203,7 +204,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     rows = isinstance(q, torch.Tensor)
     if not (
         rows_of(q) == plan.rows_shape
-        and cache.dtype is plan.dtype
+        and cache.format == plan.cache_dtype
         and cache.page_size == plan.page_size
         and cache.num_kv_heads == plan.num_kv_heads
         and cache.device == q.device == plan.device
@@ -412,12 +413,14 @@ def _traced_rows(
     Args:
         rest: of the operator's arguments.
     """
-    check_outputs(out, lse, rows_of(q), out_dtype, q.device, (cache.dtype,))
-    kv = layouts.small_pages(cache.memory_now()[0])
+    check_outputs(out, lse, rows_of(q), out_dtype, q.device, (q.dtype,))
+    record, kv = FORMATS[cache.format], cache.memory_now()[0]
+    more = {"cache_dtype": cache.format} if record.named else {}
+    kv = kv if record.named else layouts.small_pages(kv)
     ragged, regroups = q.ndim == 3, plan.must_regroup()
     if out is None and lse is None and not regroups:
         query = q.unsqueeze(0) if ragged else q
-        made = torch.ops.snapmla.dense_decode(query, kv, block_table, cache_seqlens, *rest)
+        made = torch.ops.snapmla.dense_decode(query, kv, block_table, cache_seqlens, *rest, **more)
         return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
     if out is None:
         out = q.new_empty((*q.shape[:-1], KV_LORA_RANK))
@@ -432,7 +435,9 @@ def _traced_rows(
         return out, lse
     given = (q, out, lse)
     query, results, sums = (x.unsqueeze(0) for x in given) if ragged else given
-    torch.ops.snapmla.dense_decode_out(query, kv, block_table, cache_seqlens, *rest, results, sums)
+    torch.ops.snapmla.dense_decode_out(
+        query, kv, block_table, cache_seqlens, *rest, results, sums, **more
+    )
     return out, lse
 
 

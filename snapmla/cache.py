@@ -11,6 +11,7 @@ import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from snapmla import byte_cache, checks, launch, layouts, overlap, tracing
 
 
@@ -27,12 +28,11 @@ class PagedKVCache(launch.OverTensors):
 
     ``fp8_ds_mla``: DeepSeek-V3.2's rows of 656 bytes, 512 of e4m3 content, four float32 scales, one
     for each 128 channels, and 64 of k_rope as they are; in pages of any size.  ``append_kv``,
-    ``rope_append_kv``, ``fetch_dequant`` and ``decode`` with ``indices`` take them; for dense
-    ``decode`` there is ``convert_cache``.
+    ``rope_append_kv``, ``fetch_dequant`` and ``decode``, with ``indices`` or without, take them.
 
     ``fp8_v4``, ``fp8_v41_planar``, ``fp8_v41_rows``, ``fp8_nope``: the bytes of other models, with
     scales of groups of channels (docs/formats.md); ``append_kv``, ``fetch_dequant`` and
-    ``convert_cache`` take them, and ``decode`` with ``indices``.
+    ``convert_cache`` take them, and ``decode`` with ``indices``, ``fp8_v4`` also without.
 
     Attributes:
         content: float8_e4m3fn (num_pages, page_size, 512); bfloat16 or float16 (num_pages,
@@ -240,14 +240,14 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def decode_arguments(self) -> tuple[Any, ...]:
-        """``arguments``, of 16 bits in pages of 128 tokens or less."""
-        if self.page_size == layouts.kernel_page_size(self.page_size):
-            return self.arguments
+        """``gather_arguments``, of 16 bits in pages of 128 tokens or less."""
+        if self.page_size == layouts.page_size_seen(self.format, self.page_size):
+            return self.gather_arguments
         return launch.prepared(*map(layouts.small_pages, self.named_tensors.values()))
 
     @functools.cached_property
     def gather_arguments(self) -> tuple[Any, ...]:
-        """``arguments``, of bytes (num_pages, page_size, bytes of a token), for sparse decode."""
+        """``arguments``, of bytes (num_pages, page_size, bytes of a token)."""
         if not FORMATS[self.format].named:
             return self.arguments
         assert self.kv is not None
@@ -310,10 +310,13 @@ def expect_fp8(cache: PagedKVCache, hint: str) -> None:
 
 def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
-    if isinstance(cache, PagedKVCache) and cache.format in _NAMED:
+    if not isinstance(cache, PagedKVCache) or cache.format in DECODED_BYTES:
+        return
+    if cache.format in _NAMED:
         record, hint = FORMATS[cache.format], "snapmla.convert_cache makes an FP8 cache of it"
         hint = f"indices= reads it; {hint}" if record.sparse else hint
-        checks.value_error("cache", "an FP8 or a 16-bit cache", record.about, hint)
+        wanted = f"an FP8 or a 16-bit cache, or one of {' or '.join(map(repr, DECODED_BYTES))}"
+        checks.value_error("cache", wanted, record.about, hint)
 
 
 # -------------------------------------------------------------------------- by format

@@ -26,6 +26,7 @@ from dsl_kernels.cache_records import fp8
 from dsl_kernels.cache_records.fp8 import RECORD
 from dsl_kernels.cache_records.record import ELEMENT_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import checks, tracing
 
@@ -197,6 +198,11 @@ def views_of(memory: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tenso
 def kernel_page_size(page_size: int) -> int:
     """Tokens of a page as kernels see it: larger ones are several of 64."""
     return page_size if page_size in PAGE_SIZES else checks.ROWS_TILE
+
+
+def page_size_seen(fmt: str, page_size: int) -> int:
+    """Tokens of a page of a cache of a format as kernels see it."""
+    return page_size if FORMATS[fmt].any_page else kernel_page_size(page_size)
 
 
 def small_pages(kv: torch.Tensor) -> torch.Tensor:

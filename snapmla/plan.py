@@ -11,6 +11,7 @@ import torch
 
 from dsl_kernels.dims import ITEM_WORDS
 from dsl_kernels.families.formats import DEFAULT, FORMATS, Format
+from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, tracing
 from snapmla.decode_plan import DecodePlan, new_workspace, unit_capacity
@@ -115,7 +116,7 @@ def plan_decode(
         num_heads: 1 to 128.
         s_q: query tokens of every sequence, 1 or more; None with ``cu_seqlens_q``.
         page_size: of the cache: 16, 32, 64 or 128; of 16 bits also any multiple of 64, one page a
-            sequence.
+            sequence; of bytes any number.
         max_pages: width of the block table that ``decode`` will get, exactly.
         cu_seqlens_q: ragged queries, int32 (b + 1,): query tokens of sequence i are
             [cu_seqlens_q[i], cu_seqlens_q[i + 1]) of a query (total_q, h, ...); none is fine.
@@ -128,8 +129,8 @@ def plan_decode(
         causal: leave out tiles that the causal rule hides from all rows of a unit.  Such a plan is
             for ``decode(causal=True)``; one with ``causal=False`` serves both.
         num_parts: None fills the device.
-        pipeline: ``etap``, ``dual_wg`` or ``f16``, of a 16-bit cache ``split``; on SM100 ``ws``, or
-            ``pair`` (128 rows on two CTAs); None lets the dispatcher choose.
+        pipeline: ``etap``, ``dual_wg`` or ``f16``, of a 16-bit cache ``split``, of bytes ``mix16``;
+            on SM100 ``ws``, or ``pair`` (128 rows on two CTAs); None lets the dispatcher choose.
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
             (``snapmla.explain`` lists the candidates).
         row_blocks: who takes a sequence's row blocks, if it has several: ``in_step``, CTAs side by
@@ -156,7 +157,8 @@ def plan_decode(
             There is ``standard`` alone with a 16-bit cache, whose products have 16 bits, and on
             SM100.
         cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
-            ``fp8``, torch.bfloat16 or torch.float16.
+            ``fp8``, torch.bfloat16, torch.float16, ``fp8_ds_mla`` or ``fp8_v4``; kernels of the
+            last two are compiled when they are asked for: no GPU has run them yet.
         num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
             num_kv_heads, read KV head j.
 
@@ -225,7 +227,7 @@ class PlanOptions:
 
     def _checked_cache_dtype(self) -> str | torch.dtype:
         """What the cache holds."""
-        return cast("str | torch.dtype", checks.cache_dtype(self.cache_dtype))
+        return cast("str | torch.dtype", checks.cache_dtype(self.cache_dtype, more=DECODED_BYTES))
 
     def _checked_page_size(self) -> int:
         """Tokens that an entry of the table names."""

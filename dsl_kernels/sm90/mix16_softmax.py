@@ -67,10 +67,11 @@ class MixSoftmax(AcrossWarps):
         units: k steps over the content that are converted at once.
         least: what a token's value is more than.
         rope: whether K has RoPE beside content.
+        hides: whether rows of an item see more or less of it.
     """
 
     inv_ring = INV_RING
-    rope = True
+    rope, hides = True, False
     least = 0.5 * NEVER
 
     def __init__(self, parts: Parts):
@@ -401,10 +402,18 @@ class MixSoftmax(AcrossWarps):
         cute.autovec_copy(self.frames_of(st), frame)
         for v in cutlass.range_constexpr(self.fragment.values):
             t[v] = t[v] * factor[row(v)] + (log[token(v)] - frame[row(v)])
-            top = cute.arch.fmax(top, t[v])
+            if const_expr(not self.hides):
+                top = cute.arch.fmax(top, t[v])
+        if const_expr(self.hides):
+            self.hide(st, t, tile, facts, wwarp, lane)
+            for v in cutlass.range_constexpr(self.fragment.values):
+                top = cute.arch.fmax(top, t[v])
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
         self.hand_over(st, t, inverse, moves, first, blocks, rows_out)
         return fresh - first
+
+    def hide(self, st, t, tile, facts, wwarp, lane) -> None:
+        """-inf for what a row must not see of a tile, if the role ``hides``."""
 
     @cute.jit
     def hand_over(self, st, t, inverse, moves, first, blocks, rows_out):

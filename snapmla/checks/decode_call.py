@@ -8,7 +8,7 @@ from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache, expect_decoded
-from snapmla.decode_plan import DTYPES, FP8, TENSORS, DecodePlan
+from snapmla.decode_plan import DTYPES, TENSORS, DecodePlan
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, expect_query, named
 
@@ -69,11 +69,14 @@ def expect_query_of(q: Query, cache: PagedKVCache) -> None:
         expect_cache(cache)
         return
     expect_cache(cache)
+    record = FORMATS[cache.format]
+    dtype = cache.dtype if record.rows else torch.bfloat16
     if isinstance(q, QuantizedQuery):
-        hint = "a 16-bit cache takes queries as they are"
-        wanted = f"a {checks.dtype_name(cache.dtype)} tensor, as the cache's rows"
+        hint = f"{record.about} takes queries as they are"
+        whose = ", as the cache's rows" if record.rows else ""
+        wanted = f"a {checks.dtype_name(dtype)} tensor{whose}"
         checks.type_error("q", wanted, "a snapmla.QuantizedQuery", hint)
-    checks.query_of_rows(q, cache.dtype, cache.num_kv_heads)
+    checks.query_of_rows(q, dtype, cache.num_kv_heads, record.channels)
 
 
 def _batch_of(q: Query, plan: DecodePlan | None) -> int:
@@ -108,7 +111,7 @@ def planned(
         max_pages=max(block_table.shape[1], 1),
         causal=causal,
         pipeline=pipeline,
-        cache_dtype=cache.dtype,
+        cache_dtype=cache.format if FORMATS[cache.format].named else cache.dtype,
         num_kv_heads=cache.num_kv_heads,
     )
 
@@ -186,7 +189,7 @@ def _check_cache_dtype(plan: DecodePlan, cache: PagedKVCache) -> None:
     """That the plan is for the cache's family of kernels."""
     if plan.cache_dtype != cache.format:
         dtypes = (cache.format, plan.cache_dtype)
-        want, got = (repr(FP8) if d == FP8 else f"{DTYPES[d]}" for d in dtypes)
+        want, got = (f"{DTYPES[d]}" if FORMATS[d].rows else repr(d) for d in dtypes)
         hint = "a plan is for one kind of cache"
         checks.value_error("plan", f"one made with cache_dtype={want}", got, hint)
     if plan.num_kv_heads != cache.num_kv_heads:

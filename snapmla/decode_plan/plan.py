@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
+from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
 from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, tracing
@@ -68,7 +68,8 @@ class DecodePlan(launch.OverTensors):
         check_stale: whether ``decode`` compares its lengths with the planned ones.
         p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"`` and pipeline
             ``etap``.
-        cache_dtype: of the cache that it reads: ``fp8``, ``bf16`` or ``f16``.
+        cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or
+            ``fp8_v4``.
         num_kv_heads: KV heads of that cache.
         longest_item: tiles of an item, about, of an fp16 cache and of pipeline ``f16``, whose
             results show what longer sums lose; 0: any number.
@@ -213,10 +214,10 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
+        page_size = layouts.page_size_seen(self.cache_dtype, self.page_size)
         return PlanVariant.of(
-            self.device, self.pipeline, self.row_tile, layouts.kernel_page_size(self.page_size),
-            self.p_terms, self.cache_dtype,
-        )  # fmt: skip
+            self.device, self.pipeline, self.row_tile, page_size, self.p_terms, self.cache_dtype
+        )
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -235,7 +236,7 @@ class DecodePlan(launch.OverTensors):
 
     def must_regroup(self) -> bool:
         """``regroups`` without remembering it (for tracers)."""
-        large = self.page_size != layouts.kernel_page_size(self.page_size)
+        large = self.page_size != layouts.page_size_seen(self.cache_dtype, self.page_size)
         return self.num_kv_heads > 1 or large
 
     @functools.cached_property
@@ -252,7 +253,7 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def q_shape(self) -> tuple[int, ...]:
         """Shape of a query of 16 bits: (b, s_q, h, 576); (total_q, h, 576)"""
-        return *self.rows_shape, HEAD_DIM_QK
+        return *self.rows_shape, FORMATS[self.cache_dtype].channels
 
     @functools.cached_property
     def table_shape(self) -> tuple[int, int]:

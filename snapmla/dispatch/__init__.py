@@ -9,6 +9,7 @@ is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; bot
     decode.py      decode calls as problems of the contest
     fp8_decode.py  decode over the FP8 cache: features and figures; another cache, another such file
     dense_decode.py  decode over a 16-bit cache
+    record_decode.py  dense decode over caches of bytes
     sparse_decode.py  sparse decode over either cache that it reads
     calls.py       ``choose`` and ``explain``
     needs.py       all kernels of a model, those around decode with them

@@ -16,6 +16,7 @@ from snapmla.dispatch.contest import Explanation, Size
 from snapmla.dispatch.decode import ACCURACIES, REFERENCE, STANDARD, DecodeOp, Problem
 from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
+from snapmla.dispatch.record_decode import RECORD_OPS
 from snapmla.dispatch.sparse_decode import ANY_PAGE, SPARSE_OPS, SparseProblem
 from snapmla.errors import VariantError
 
@@ -23,8 +24,13 @@ from snapmla.errors import VariantError
 # sequence, so the cache's format alone picks one.
 OPS: dict[str, DecodeOp] = {each.family.op: each for each in (FP8_DECODE, DENSE_DECODE)}
 SPARSE = {each.family.op for each in SPARSE_OPS.values()}
-_BY_FORMAT = {name: each for each in OPS.values() for name in each.family.formats}
-DECODED = tuple(_BY_FORMAT)  # formats that attention reads
+DECODED = tuple(name for each in OPS.values() for name in each.family.formats)
+# Formats that attention reads; of bytes each has an op, whose kernels no GPU has run yet: they are
+# built when they are asked for.
+_BY_FORMAT: dict[str, DecodeOp] = {
+    **{name: each for each in OPS.values() for name in each.family.formats}, **RECORD_OPS
+}  # fmt: skip
+OPS |= {each.family.op: each for each in RECORD_OPS.values()}
 TILES_OF = "H200"  # card of ``DecodeOp.tile_ns``
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
 
@@ -52,7 +58,7 @@ def choose(
         out_dtype: ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
         pipeline, row_tile: the caller's wish, None for the best.
         accuracy: as ``plan_decode`` takes it; more rows than its kernels take are several blocks.
-        cache: name of its format, ``fp8``, ``bf16`` or ``f16``.
+        cache: name of its format, ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or ``fp8_v4``.
 
     Raises:
         ValueError: the wishes do not go together, or not with the device's architecture; names the
@@ -147,7 +153,7 @@ def longest_item(spec: VariantSpec) -> int:
 
 
 def op_of(cache: str) -> DecodeOp:
-    """Decode over a cache of a format: ``fp8``, ``bf16`` or ``f16``."""
+    """Decode over a cache of a format: ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or ``fp8_v4``."""
     return _BY_FORMAT[cache]
 
 
@@ -235,7 +241,8 @@ def explain(
     Args:
         num_heads: 1 to 128.
         s_q: query tokens of a sequence, 1 or more.
-        page_size: 16, 32, 64 or 128 tokens; of a 16-bit cache also any multiple of 64.
+        page_size: 16, 32, 64 or 128 tokens; of a 16-bit cache also any multiple of 64, of
+            bytes any number.
         batch, seqlen: the size that times are for (sequences, tokens each); they do not change the
             choice.
         out_dtype: torch.bfloat16 (None) or torch.float32; of a 16-bit cache its dtype.
@@ -271,7 +278,7 @@ def explain(
             cache_dtype,
         )  # fmt: skip
         return contest.explain(sparse, size)
-    cache_dtype = checks.cache_dtype(cache_dtype)
+    cache_dtype = checks.cache_dtype(cache_dtype, more=tuple(RECORD_OPS))
     cache = cache_name(cache_dtype)
     checks.page_size_of(cache, page_size)
     checks.kv_heads(num_kv_heads, num_heads, cache)

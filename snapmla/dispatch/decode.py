@@ -136,6 +136,10 @@ class DecodeOp:
         """Whether a pipeline serves only who asks for it."""
         return pipeline in self.features and self.features[pipeline].asked
 
+    def page_size_seen(self, page_size: int) -> int:
+        """Which of its kernels' page sizes serves a cache's."""
+        return kernel_page_size(page_size)
+
     def longest_item(self, spec: VariantSpec) -> int:
         """``Features.longest_item`` of a variant's pipeline."""
         return self.features[spec.pipeline].longest_item
@@ -194,7 +198,7 @@ class Problem:
         return us, -(-self.rows // spec.row_tile), spec.row_tile
 
     def candidates(self) -> list[VariantSpec]:
-        arch, page_size = self.card.arch, kernel_page_size(self.page_size)
+        arch, page_size = self.card.arch, self.op.page_size_seen(self.page_size)
         return [
             self.op.spec(arch, pipeline, row_tile, page_size, self.out_dtype, self.p_terms)
             for pipeline in self.op.pipelines(arch, self.pipeline)
@@ -213,7 +217,7 @@ class Problem:
                 f"{pipeline} has no two terms of P with a row tile of {row_tile}: "
                 f"{features.why_two_terms}"
             )
-        if kernel_page_size(self.page_size) not in features.page_sizes:
+        if self.op.page_size_seen(self.page_size) not in features.page_sizes:
             return f"{pipeline} has no page size of {self.page_size}"
         if self.out_dtype not in features.out_dtypes:
             return f"{pipeline} writes {' or '.join(features.out_dtypes)}, not {self.out_dtype}"

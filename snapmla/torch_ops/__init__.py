@@ -16,10 +16,11 @@ then total_q. Where content, RoPE and scale are views of one memory, operators t
 ``row640``. One of format ``fp8_ds_mla`` is bytes, ``kv``, beside its format's name in operators of
 their own. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``, and kv,
 in pages of 128 tokens at most, to ``dense_decode``, whose sequences read KV head number modulo
-num_kv_heads (``snapmla.kv_heads``). ``outs`` and ``lses`` are the parts, or with ``stacked`` one
-tensor of them each; ``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are
-pytrees of their tensors, so they may be arguments of compiled functions. Operators have no
-gradients, and their results never require any: this is inference.
+num_kv_heads (``snapmla.kv_heads``), and which takes bytes beside ``cache_dtype``. ``outs`` and
+``lses`` are the parts, or with ``stacked`` one tensor of them each; ``out!`` and ``lse!`` may be
+those of a part. The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be
+arguments of compiled functions. Operators have no gradients, and their results never require any:
+this is inference.
 ``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
 sequence that they do not cover then become NaN.
 ``append_index_k``, ``index_logits_out``, ``index_topk`` and ``fetch_index_k_out`` are those of

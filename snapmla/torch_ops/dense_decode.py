@@ -1,4 +1,4 @@
-"""``dense_decode``: attention over a cache of 16 bits."""
+"""``dense_decode``: attention over a cache of one tensor, of 16 bits or of bytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from snapmla import attention, checks, dispatch, layouts
+from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
+from snapmla import attention, byte_cache, checks, dispatch, layouts
 from snapmla.decode_plan import PlanVariant
 from snapmla.torch_ops.decode_arguments import ARGUMENTS, check_tables_of, new_results
 from snapmla.torch_ops.operator import Operator
 
 _ARGUMENTS = "Tensor q, Tensor kv, " + ARGUMENTS
+_OPTIONS = "str cache_dtype=''"  # of bytes their format
 
 
-def _dense_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _dense_decode(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     out, lse = new_results(arguments[0], arguments[0].dtype)
     given: Any = (*arguments, out, lse)
-    _dense_decode_out(*given)
+    _dense_decode_out(*given, **options)
     return out, lse
 
 
@@ -44,19 +47,24 @@ def _dense_decode_out(
     empty_lse: float,
     out: Tensor,
     lse: Tensor,
+    cache_dtype: str = "",
 ) -> None:
     b_q, s_q, heads, _ = q.shape
     b = cache_seqlens.shape[0] if units.shape[0] else b_q
     if b_q * s_q * b == 0:
         return
-    checks.cache_rows(kv)
-    kv = layouts.with_heads(kv)
-    checks.page_size(kv.shape[1])
-    checks.query_of_rows(q, kv.dtype, 1)
-    if b % kv.shape[2]:
-        checks.value_error("kv", f"a divisor of {b} sequences as KV heads", kv.shape[2])
+    if cache_dtype:
+        name, kv = cache_dtype, _bytes_of(cache_dtype, kv)
+        checks.query_of_rows(q, torch.bfloat16, 1, FORMATS[name].channels)
+    else:
+        checks.cache_rows(kv)
+        kv = layouts.with_heads(kv)
+        checks.page_size(kv.shape[1])
+        checks.query_of_rows(q, kv.dtype, 1)
+        if b % kv.shape[2]:
+            checks.value_error("kv", f"a divisor of {b} sequences as KV heads", kv.shape[2])
+        name = dispatch.cache_name(kv.dtype)
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
-    name = dispatch.cache_name(kv.dtype)
     check_tables_of(tables, "q", q, b, row_tile, name)
     checks.lengths(cache_seqlens, b, q.device)
     checks.block_table(block_table, b, q.device)
@@ -75,27 +83,38 @@ def _dense_decode_out(
     )
 
 
-def _fake_dense_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _bytes_of(cache_dtype: str, kv: Tensor) -> Tensor:
+    """(pages, P, bytes of a token) of a cache of bytes, checked."""
+    checks.choice("cache_dtype", cache_dtype, DECODED_BYTES)
+    record = FORMATS[cache_dtype]
+    checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
+    byte_cache.check(record, kv)
+    return kv.squeeze(2)
+
+
+def _fake_dense_decode(*arguments: Any, cache_dtype: str = "") -> tuple[Tensor, Tensor]:
     q, kv, block_table = arguments[:3]
-    checks.tensor("q", q, checks.ROWS, ("b", "s_q", "num_heads", HEAD_DIM_QK))
-    checks.tensor(
-        "kv",
-        layouts.with_heads(kv),
-        (q.dtype,),
-        ("num_pages", "page_size", "num_kv_heads", HEAD_DIM_QK),
-    )
+    channels = FORMATS[cache_dtype].channels if cache_dtype else HEAD_DIM_QK
+    checks.tensor("q", q, checks.ROWS, ("b", "s_q", "num_heads", channels))
+    if not cache_dtype:
+        checks.tensor(
+            "kv",
+            layouts.with_heads(kv),
+            (q.dtype,),
+            ("num_pages", "page_size", "num_kv_heads", HEAD_DIM_QK),
+        )
     checks.tensor("block_table", block_table, (torch.int32,), ("b", "width"))
     return new_results(q, q.dtype)
 
 
 OPERATORS = (
     Operator(
-        f"dense_decode({_ARGUMENTS}) -> (Tensor, Tensor)",
+        f"dense_decode({_ARGUMENTS}, *, {_OPTIONS}) -> (Tensor, Tensor)",
         _dense_decode,
         _fake_dense_decode,
     ),
     Operator(
-        f"dense_decode_out({_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse) -> ()",
+        f"dense_decode_out({_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, {_OPTIONS}) -> ()",
         _dense_decode_out,
     ),
 )

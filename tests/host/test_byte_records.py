@@ -14,6 +14,7 @@ import snapmla
 from codegen import closure
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, byte_cache
 from snapmla.reference import dequantize_pages, quantize_pages, quantize_rows
@@ -193,8 +194,14 @@ def test_wrong_tokens(fmt: str) -> None:
     with pytest.raises(ValueError, match=f"^k_rope: expected shape .*{record.rope_channels}"):
         snapmla.append_kv(cache, c, torch.zeros(2, 32).bfloat16(), slots)
     q = torch.zeros(1, 1, 16, 576).bfloat16()
-    with pytest.raises(ValueError, match="^cache: expected an FP8 or a 16-bit cache, got .*conver"):
-        snapmla.decode(q, cache, torch.zeros(1, 1).int(), torch.ones(1).int(), softmax_scale=1.0)
+    table, lengths = torch.zeros(1, 1).int(), torch.ones(1).int()
+    if fmt in DECODED_BYTES:
+        with pytest.raises(ValueError, match=r"^q: expected shape \(b, s_q, num_heads, 5"):
+            snapmla.decode(q[..., :64], cache, table, lengths, softmax_scale=1.0)
+    else:
+        said = "^cache: expected an FP8 or a 16-bit cache, or one of 'fp8_ds_mla' or 'fp8_v4', got "
+        with pytest.raises(ValueError, match=said + ".*convert_cache"):
+            snapmla.decode(q, cache, table, lengths, softmax_scale=1.0)
     if not record.sparse:
         with pytest.raises(ValueError, match="^cache: expected an FP8 cache, .*'fp8_v4' or bfloat"):
             snapmla.decode(q, cache, indices=torch.zeros(1, 1, 64).int(), softmax_scale=1.0)

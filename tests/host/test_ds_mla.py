@@ -181,21 +181,32 @@ def test_where_a_cache_begins(part: str) -> None:
         snapmla.append_kv(cache, *latents((1,), torch.bfloat16), torch.zeros(1).int())
 
 
-def test_attention_reads_others() -> None:
-    """In one sentence each: what to do instead."""
+def test_attention_takes_what_goes_with_it() -> None:
+    """Queries as they are, a plan of the format; in one sentence each what is wrong."""
     q = snapmla.QuantizedQuery(
         torch.zeros(1, 1, 16, 512, dtype=torch.uint8).view(torch.float8_e4m3fn),
         torch.zeros(1, 1, 16, 64).bfloat16(), torch.ones(1, 1, 16),
     )  # fmt: skip
     lengths, table = torch.ones(1).int(), torch.zeros(1, 1).int()
     plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=1)
-    said = "^cache: expected an FP8 or a 16-bit cache, got .*fp8_ds_mla.*convert_cache"
-    for query in (q, torch.zeros(1, 1, 16, 576).bfloat16()):
-        for given in (plan, None):
-            with pytest.raises(ValueError, match=said):
-                snapmla.decode(query, allocated(), table, lengths, softmax_scale=1.0, plan=given)
-    with pytest.raises(ValueError, match="^cache_dtype: expected one of 'fp8', .*got 'fp8_ds_mla'"):
-        snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=1, cache_dtype=FORMAT)
+    rows, cache = torch.zeros(1, 1, 16, 576).bfloat16(), allocated(2, 64)
+    own = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=1, cache_dtype=FORMAT)
+    assert (own.pipeline, own.row_tile, own.dtype) == ("mix16", 16, torch.uint8)
+    assert own.q_shape == rows.shape and not own.regroups
+    for query, given, error, said in (
+        (q, own, TypeError, "^q: expected a bfloat16 tensor, got .*takes queries as they are"),
+        (rows.half(), own, TypeError, "^q: expected dtype bfloat16"),
+        (rows[..., :512], own, ValueError, r"^q: expected shape \(b, s_q, num_heads, 576\)"),
+        (rows, plan, ValueError, "^plan: expected one made with cache_dtype='fp8_ds_mla'"),
+    ):
+        with pytest.raises(error, match=said):
+            snapmla.decode(query, cache, table, lengths, softmax_scale=1.0, plan=given)
+    with pytest.raises(ValueError, match="^plan: expected one made for .*page_size. = .*53"):
+        snapmla.decode(rows, allocated(2, 53), table, lengths, softmax_scale=1.0, plan=own)
+    with pytest.raises(ValueError, match="^accuracy: expected 'standard'"):
+        snapmla.plan_decode(
+            lengths, 16, 1, page_size=64, max_pages=1, cache_dtype=FORMAT, accuracy="high"
+        )
     with pytest.raises(ValueError, match="^dtype: expected one of 'fp8', 'bf16', 'f16', got"):
         snapmla.dispatch.needs(snapmla.dispatch.Model((16,), dtype=FORMAT))
 

@@ -306,6 +306,10 @@ DEVICES: list[Row] = [
 ]  # fmt: skip
 WRONG: dict[str, list[Row]] = {
     "decode": [
+        ("cache", wrong_ds_mla.cache(), TypeError, "q: expected a bfloat16 tensor, got a snapmla.QuantizedQuery",
+         "takes queries as they are"),
+        ("cache", wrong_ds_mla.other_cache(dtype="fp8_nope"), ValueError,
+         "cache: expected an FP8 or a 16-bit cache, or one of 'fp8_ds_mla' or 'fp8_v4'", "snapmla.convert_cache"),
         ("topk_length", torch.zeros(B, dtype=I32), ValueError, "topk_length: expected None without indices, got a value",
          "dense decode has neither"),
         ("attn_sink", torch.zeros(H), ValueError, "attn_sink: expected None without indices", "dense decode has neither"),
@@ -439,6 +443,8 @@ WRONG: dict[str, list[Row]] = {
         ("out_dtype", F32, TypeError, "out: expected dtype float32, got bfloat16", "allocate it with dtype=torch.float32"),
     ],
     "decode_rows": [
+        ("cache", wrong_ds_mla.cache(), TypeError, "q: expected dtype bfloat16, got float16",
+         "convert it with .to(torch.bfloat16)"),
         ("q", query(), TypeError, "q: expected a float16 tensor, .*got a snapmla.QuantizedQuery",
          "a 16-bit cache takes queries as they are"),
         ("q", torch.ones(B, S_Q, H, 576, dtype=BF16), TypeError,

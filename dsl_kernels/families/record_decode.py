@@ -1,0 +1,50 @@
+"""``record_decode``: attention of a few query tokens over a paged cache of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..dims import TOKEN_TILE
+from .family import DECODE, Axis, Family, Values
+from .sparse_decode import FAMILY as SPARSE
+from .sparse_decode import ROW_TILES
+
+PIPELINE = "mix16"  # several scales a token, 16-bit products
+FORMATS = ("fp8_ds_mla", "fp8_v4")
+
+SHARED = ("stages", "stamps", "cluster", "halves", "p_terms")
+
+# As of ``sparse_decode``, whose kernels these are but for the loader.
+AXES = (
+    Axis("pipeline", "", (PIPELINE,)),
+    Axis("row_tile", "r", ROW_TILES[PIPELINE], 64),
+    Axis("out_dtype", "o", ("bf16",), "bf16"),
+    *(axis for axis in SPARSE.axes if axis.name in SHARED),
+    # 1: a copy takes a line of four rows, not a row, for which few rows' loader has no registers
+    Axis("lines", "ln", (1,), 1, named=False),
+    Axis("only", "", ("all",), "all", named=False),
+    Axis("cache_dtype", "kv", FORMATS, FORMATS[0], named=False),
+)
+MODULES = {
+    ("sm_90a", "fp8_ds_mla"): "dsl_kernels.sm90.mix16_pages",
+    ("sm_90a", "fp8_v4"): "dsl_kernels.sm90.mix16_v4_pages",
+}
+
+
+def points(_arch: str) -> Iterator[Values]:
+    """None: they are built when they are asked for, no GPU has run them yet."""
+    return iter(())
+
+
+FAMILY = Family(
+    "record_decode",
+    AXES,
+    module=lambda arch, values: MODULES.get((arch, values["cache_dtype"])),
+    points=points,
+    kind=DECODE,
+    formats=FORMATS,
+    token_tile=lambda _arch, _values: TOKEN_TILE,
+    everyday=(),
+    shown=("q", "cache", "block_table"),
+    results=("out", "lse"),
+)

@@ -1,0 +1,215 @@
+"""Dense MLA decode for SM90 over 656-byte rows, pipeline ``mix16``: pages of a block table, 16-bit
+products.
+
+As mix16.py, whose roles and shared memory these are; sequences have pages
+(common/gather_pages.py, which says why they are gathered), and a unit may have rows of several
+query tokens, which see more or less of the sequence.
+
+What rows do not see.  Places behind a sequence's end, and of pages that the pool does not have, are
+no tokens, as of a list.  Tokens that only some rows of an item see are masked in the tiles that not
+all rows see whole: a row's values of them become -inf, P = 0.  V of them must be finite then:
+content and ratio of V are cleared of groups whose scale is NaN, as append writes them for what is
+not finite.  K is NaN by its own ratio, so that the rows that see the token are NaN.
+
+A later token counts among "the largest scale that the item has seen so far" (mix16_parts.py): a
+row that does not see it may feel it where it is 2^40 times as large as what the row sees.
+
+Shared memory beside mix16.py's: a limit a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from .. import compat
+from ..cache_records.ds_mla import GROUPS, RECORD, ROW_BYTES
+from ..common.gather_pages import AnyPages, GatherPages
+from ..common.registers import claim_registers
+from ..common.smem import array
+from ..common.stamps import Stamps
+from ..common.types import U8, U32
+from ..dims import KV_LORA_RANK as D
+from ..dims import TOKEN_TILE as TILE
+from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from . import mix16
+from .decode import Decode, infeasible
+from .fragments import mask, pad_layout, padded_size, row_position
+from .mix16_parts import LINE, Q_FORMAT, Parts, QueryRows, RecordQueries, RecordScales
+from .mix16_softmax import MixSoftmax
+from .roles import FEW_ROWS, K_READERS, Q_READERS, WARPGROUP
+
+if TYPE_CHECKING:
+    from ..common import budget as bud
+    from ..spec import VariantSpec
+
+# Of producers, softmax, P.V, by rows.  Few rows' O is small: their producers have more than in
+# mix16.py, where they copy whole rows.
+REGISTERS = {16: (48, 176, 144), 32: (48, 176, 144), 64: mix16.REGISTERS[64]}
+ABSOLUTE, INFINITE = 0x7FFFFFFF, 0x7F800000  # of an fp32's bits
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    return mix16.feasible(spec) or infeasible(spec, 2, budget(spec))
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA."""
+    return claiming(mix16.budget(spec), spec.row_tile)
+
+
+def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
+    """A budget with ``REGISTERS`` in the place of its own."""
+    groups = zip(declared.groups, REGISTERS[rows], strict=True)
+    own = tuple(dataclasses.replace(group, registers=n) for group, n in groups)
+    return dataclasses.replace(declared, groups=own)
+
+
+def build(spec: VariantSpec):
+    cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), ROW_BYTES))
+    pipeline = FewPagedRows if spec.row_tile <= FEW_ROWS else PagedMix16
+    decode = Decode(spec, pipeline(spec))
+    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+
+
+class LimitedRows(QueryRows):
+    """``QueryRows`` that see more or less of a sequence: their limits, field ``limits``."""
+
+    @property
+    def fields(self) -> dict:
+        """Storage."""
+        return dict(**super().fields, limits=array(Int32, padded_size(self.rows), 128))
+
+    @cute.jit
+    def note_limits(self, st, work_list, work, call, batch, rows):
+        """By the softmax warpgroup: how many tokens each row sees."""
+        tidx, _, _ = cute.arch.thread_idx()
+        row, size = tidx % WARPGROUP, const_expr(padded_size(self.rows))
+        _, limit = work_list.row_facts(work, call, batch, rows.first + row, rows.end)
+        if row < self.rows:
+            st.limits.get_tensor(cute.make_layout(size))[row_position(row, self.rows)] = limit
+
+
+class PagedScales(RecordScales):
+    """``RecordScales`` of tokens that not all rows see."""
+
+    def _make(self, st, stage, named, top):
+        top = super()._make(st, stage, named, top)
+        self._quiet(st, stage)
+        return top
+
+    @cute.jit
+    def _quiet(self, st, stage):
+        """Zeros for V of the lane's tokens in groups whose scale is NaN.
+
+        Nobody reads content but by ldmatrix, so that no proxy fence is missing.
+        """
+        most = Uint32(0)
+        for e in cutlass.range_constexpr(2):
+            for g in cutlass.range_constexpr(GROUPS):
+                most = cutlass.max(most, self._bits(st, stage, e)[g])
+        if most > Uint32(INFINITE):
+            for e in cutlass.range_constexpr(2):
+                bits = self._bits(st, stage, e)
+                for g in cutlass.range_constexpr(GROUPS):
+                    if bits[g] > Uint32(INFINITE):
+                        self._clear_group(st, stage, e, g)
+
+    def _bits(self, st, stage, e: int):
+        """Bits of the scales of the lane's token ``e``, without signs; read anew wherever they are
+        wanted, as the warp has no registers for them."""
+        four = cute.make_rmem_tensor((GROUPS,), Float32)
+        cute.autovec_copy(self.of_tokens(st)[None, 2 * cute.arch.lane_idx() + e, stage], four)
+        return [four[g].bitcast(Uint32) & Uint32(ABSOLUTE) for g in range(GROUPS)]
+
+    def _clear_group(self, st, stage, e: int, g: int) -> None:
+        """Zeros for content and ratio of V of the lane's token ``e``."""
+        lane, ratios = cute.arch.lane_idx(), self.ratios(st)
+        at = stage * (TILE * D) + g * (TILE * LINE) + (2 * lane + e) * LINE
+        line = cute.recast_ptr((st.kc.data_ptr() + at).align(LINE), dtype=U32)
+        zero = cute.make_rmem_tensor((LINE // 4,), U32)
+        zero.fill(0)
+        cute.autovec_copy(zero, cute.make_tensor(line, cute.make_layout(LINE // 4)))
+        other = Uint32(0xFFFF << (16 * (1 - e)))
+        word = (lane // 4, lane % 4, g, stage)
+        ratios[word] = ratios[word] & other
+
+
+class PagedParts(Parts):
+    """What the roles share (``decode.Parts``)."""
+
+    queries: LimitedRows
+
+    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
+        self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
+        self.work = AnyPages(TILE)
+        self.q_tiles = RecordQueries(
+            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
+        )
+        self.loads = GatherPages(
+            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
+            by_lines=bool(spec.lines), halves=bool(spec.halves),
+        )  # fmt: skip
+        self.scales = PagedScales(stages)
+        self.queries = LimitedRows(self.rows, sum(Q_READERS.values()))
+        self.stamps = Stamps(bool(spec.stamps))
+
+
+class PagedSoftmax(MixSoftmax):
+    """``MixSoftmax`` of rows that see more or less of a sequence.
+
+    An item's first tile with a token gives the rows their frames: it has one that a row sees if any
+    tile has, since rows see what comes first.
+    """
+
+    parts: PagedParts
+    hides = True
+
+    def begin_queries(self, cta, qst, batch, rows, wwarp):
+        """Also the rows' limits; returns the first token that some row must not see."""
+        work, call = self.parts.work, cta.call
+        self.parts.queries.convert(cta.st, qst.index, call, wwarp)
+        self.parts.queries.note_limits(cta.st, work, cta.gmem.work, call, batch, rows)
+        return cute.arch.make_warp_uniform(work.ragged_from(cta.gmem.work, call, batch, rows))
+
+    @cute.jit
+    def hide(self, st, t, tile, ragged_from, wwarp, lane):
+        """-inf for what a row must not see."""
+        if (tile + 1) * TILE > ragged_from:
+            limit = cute.make_rmem_tensor((self.fragment.rows,), Int32)
+            limits = cute.make_tensor(st.limits.data_ptr(), pad_layout(self.rows_cta))
+            cute.autovec_copy(limits[None, lane % 4], limit)
+            mask(t, self.fragment, tile * TILE, limit, wwarp, lane)
+
+
+class PagedMix16(mix16.Mix16):
+    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
+
+    def __init__(self, spec: VariantSpec):
+        stages, q_stages = mix16.stages_of(spec), mix16.q_stages(spec)
+        self.parts, self.budget = PagedParts(spec, stages=stages, q_stages=q_stages), budget(spec)
+        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
+        self.softmax = PagedSoftmax(self.parts)
+        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
+
+
+class FewPagedRows(PagedMix16):
+    """The same of few rows, whose P.V warpgroups ask for fewer registers than softmax: each has
+    code of its own, as what claims the most is taken for both where they share it."""
+
+    @cute.jit
+    def math_roles(self, cta, wg):
+        if wg == 0:
+            claim_registers(self.budget, self.softmax_regs)
+            self.softmax.loop(cta)
+        elif wg == 1:
+            claim_registers(self.budget, self.pv_regs)
+            self.pv_loop(cta, 0)
+        else:
+            claim_registers(self.budget, self.pv_regs)
+            self.pv_loop(cta, 1)

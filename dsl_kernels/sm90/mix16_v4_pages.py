@@ -1,0 +1,177 @@
+"""Dense MLA decode for SM90 over DeepSeek V4's pages of 584 bytes a token, pipeline ``mix16``.
+
+As mix16_v4.py, whose roles and shared memory these are, behind the loader of pages
+(common/gather_pages_v4.py); mix16_pages.py says what rows of several query tokens do not see.
+
+Tokens that are not finite, of which some rows see nothing.  A scale of byte 255 is NaN here: its
+ratio makes K NaN, and it has no part in "the largest scale that the item has seen so far".  Of such
+a group content and ratio of V are cleared, and the token's RoPE channels, which are V, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from .. import compat
+from ..cache_records.v4 import GROUPS, RECORD
+from ..common.gather_pages import AnyPages
+from ..common.gather_pages_v4 import GatherPagesV4
+from ..common.gather_v4 import LINES
+from ..common.stamps import Stamps
+from ..common.types import U8, U32
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
+from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from . import mix16, mix16_v4
+from .decode import Decode, infeasible
+from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
+from .mix16_parts import RecordQueries
+from .mix16_v4_parts import (
+    EXPONENT_AT,
+    LINE,
+    Q_FORMAT,
+    C,
+    V4Parts,
+    V4QueryRows,
+    V4Scales,
+    V4Softmax,
+)
+from .roles import K_READERS, Q_READERS
+
+if TYPE_CHECKING:
+    from ..common import budget as bud
+    from ..spec import VariantSpec
+
+NO_NUMBER, NAN = 255, 0x7FC00000  # byte of a scale, and its bits in fp32
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    return mix16_v4.feasible(spec) or infeasible(spec, 2, budget(spec))
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA."""
+    return claiming(mix16_v4.budget(spec), spec.row_tile)
+
+
+def build(spec: VariantSpec):
+    token = RECORD.token_bytes
+    shape = (compat.sym(name="pages"), compat.sym(name="P"), token)
+    cache = compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), token, 1))
+    decode = Decode(spec, PagedMix16V4(spec))
+    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+
+
+class LimitedV4Rows(LimitedRows, V4QueryRows):
+    """``LimitedRows`` of 448 channels of content."""
+
+
+class PagedV4Scales(V4Scales):
+    """``V4Scales`` of tokens that not all rows see."""
+
+    @staticmethod
+    def _scale(words, e: int, g: int):
+        """As the base class'; NaN where the byte is 255."""
+        bits = V4Scales._scale(words, e, g).bitcast(Uint32)
+        infinite = bits == Uint32(NO_NUMBER << EXPONENT_AT)
+        return Uint32(cutlass.select_(infinite, Uint32(NAN), bits)).bitcast(Float32)
+
+    def _make(self, st, stage, named, top):
+        top = super()._make(st, stage, named, top)
+        self._quiet(st, stage)
+        return top
+
+    @cute.jit
+    def _quiet(self, st, stage):
+        """Zeros for V of the lane's tokens that have a scale of byte 255.
+
+        Content is read by ldmatrix alone; RoPE by WGMMA, so a proxy fence follows.
+        """
+        for e in cutlass.range_constexpr(2):
+            some = self._any(st, stage, e)
+            if some != 0:
+                words = self._words_of_lane(st, stage)
+                for g in cutlass.range_constexpr(GROUPS):
+                    if self._byte(words, e, g) == Uint32(NO_NUMBER):
+                        self._clear_group(st, stage, e, g)
+                self._clear_rope(st, stage, e)
+                cute.arch.fence_proxy("async.shared", space="cta")
+
+    @staticmethod
+    def _byte(words, e: int, g: int):
+        return (words[2 * e + g // 4] >> Uint32(8 * (g % 4))) & Uint32(NO_NUMBER)
+
+    def _any(self, st, stage, e: int):
+        """Not 0 if token ``e`` has a byte of 255: that byte's complement is 0."""
+        words, found = self._words_of_lane(st, stage), Uint32(0)
+        for i, real in enumerate((0xFFFFFFFF, 0x00FFFFFF)):
+            x = (words[2 * e + i] ^ Uint32(0xFFFFFFFF)) | Uint32(0xFFFFFFFF ^ real)
+            borrows = (x - Uint32(0x01010101)) & (x ^ Uint32(0xFFFFFFFF))
+            found = found | (borrows & Uint32(0x80808080))
+        return found
+
+    def _clear_group(self, st, stage, e: int, g: int) -> None:
+        """Zeros for content and ratio of V of the lane's token ``e``: half a line, which its
+        swizzle leaves whole."""
+        lane, ratios = cute.arch.lane_idx(), self.ratios(st)
+        token = 2 * lane + e
+        at = stage * (TILE * C) + g // 2 * (TILE * LINE)
+        if g // 2 < LINES:
+            at = at + token * LINE + (((token // 4) ^ g) % 2) * (LINE // 2)
+        else:
+            at = at + token * (LINE // 2)
+        self._zero((st.kc.data_ptr() + at).align(LINE // 2), LINE // 2)
+        word = (lane // 4, lane % 4, g, stage)
+        ratios[word] = ratios[word] & Uint32(0xFFFF << (16 * (1 - e)))
+
+    def _clear_rope(self, st, stage, e: int) -> None:
+        at = stage * (TILE * R) + (2 * cute.arch.lane_idx() + e) * R
+        self._zero((st.kr.data_ptr() + at).align(LINE), LINE)
+
+    @staticmethod
+    def _zero(pointer, n: int) -> None:
+        """``n`` bytes of zeros."""
+        zero = cute.make_rmem_tensor((n // 4,), U32)
+        zero.fill(0)
+        line = cute.make_tensor(cute.recast_ptr(pointer, dtype=U32), cute.make_layout(n // 4))
+        cute.autovec_copy(zero, line)
+
+
+class PagedV4Parts(V4Parts):
+    """What the roles share (``decode.Parts``)."""
+
+    queries: LimitedV4Rows
+
+    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
+        self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
+        self.work = AnyPages(TILE)
+        self.q_tiles = RecordQueries(
+            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
+        )
+        self.loads = GatherPagesV4(
+            self.work, stages=stages, q_stages=q_stages, readers=K_READERS, by_lines=True,
+            halves=bool(spec.halves),
+        )  # fmt: skip
+        self.scales = PagedV4Scales(stages)
+        self.queries = LimitedV4Rows(self.rows, sum(Q_READERS.values()))
+        self.stamps = Stamps(bool(spec.stamps))
+
+
+class PagedV4Softmax(PagedSoftmax, V4Softmax):
+    """``V4Softmax`` of rows that see more or less of a sequence."""
+
+
+class PagedMix16V4(mix16_v4.Mix16V4):
+    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
+
+    def __init__(self, spec: VariantSpec):
+        stages, q_stages = mix16.stages_of(spec), mix16.q_stages(spec)
+        self.parts, self.budget = PagedV4Parts(spec, stages=stages, q_stages=q_stages), budget(spec)
+        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
+        self.softmax = PagedV4Softmax(self.parts)
+        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
