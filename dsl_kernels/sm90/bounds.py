@@ -38,8 +38,8 @@ class Drains:
     parts: Any
     stages: int
 
-    def free_halves(self, st, stage) -> None:
-        """What else a reading warp frees of a stage, by all of its lanes: nothing."""
+    def before_freed(self, st, kst, wg) -> None:
+        """What a reading warp waits for, or frees apart, before it frees a stage: nothing."""
 
     @cute.jit
     def drain(self, cta: Cta, wg):
@@ -51,7 +51,7 @@ class Drains:
             _, first, last, _ = self.parts.work.item_at(cta.gmem.work, i)
             for _ in cutlass.range(first, last, unroll=1):
                 cta.k_pipe.consumer_wait(kst)
-                self.free_halves(cta.st, kst.index)
+                self.before_freed(cta.st, kst, wg)
                 cta.k_pipe.consumer_release(kst)
                 kst.advance()
             if wg == 0:

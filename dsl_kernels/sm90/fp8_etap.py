@@ -192,6 +192,13 @@ class Etap(Drains):
             else:
                 self.pv_loop(cta, wg - 1)
 
+    @cute.jit
+    def before_freed(self, st, kst, wg):
+        """Of a build that gathers alone: the scale warp must have read the stage's scales."""
+        if const_expr(self.parts.triples.wanted):  # noqa: SIM102 (only this is at compile time)
+            if wg == 0:
+                self.parts.triples.ready.wait_full(st, kst.index, kst.phase)
+
     # ---------------------------------------------------------------- P.V warpgroups
 
     @cute.jit

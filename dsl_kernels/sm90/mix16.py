@@ -179,8 +179,8 @@ class Mix16(ProductsOfV, Drains):
             else:
                 self.pv_loop(cta, wg - 1)
 
-    def free_halves(self, st, stage) -> None:
-        self.parts.free_first_half(st, stage)
+    def before_freed(self, st, kst, wg) -> None:
+        self.parts.free_first_half(st, kst.index)
 
     # ---------------------------------------------------------------- P.V warpgroups
 

@@ -54,7 +54,7 @@ class Mha(NamedTuple):
     @property
     def d_v(self) -> int:
         """Channels of a head of v and out."""
-        return VALUES[self.q.shape[-1]]
+        return VALUES[int(self.q.shape[-1])]
 
     @property
     def split_room(self) -> SplitRoom | None:
@@ -75,7 +75,7 @@ class Mha(NamedTuple):
         if rope is not None:
             shared = rope.shape[1] > 1 and rope.stride(1) == 0
             return nope, rope[:, :1] if shared else rope
-        own, *shared_by_all = WIDTHS[self.q.shape[-1]]
+        own, *shared_by_all = WIDTHS[int(self.q.shape[-1])]
         return (nope[..., :own], nope[..., own:]) if shared_by_all else (nope,)
 
 
@@ -123,7 +123,8 @@ def check_shapes(call: Mha) -> None:
 def _check_keys(call: Mha) -> None:
     """K's one tensor, or its two."""
     q, nope, rope = call.q, call.k_nope, call.k_rope
-    d_qk, parts = q.shape[-1], WIDTHS[q.shape[-1]]
+    d_qk = int(q.shape[-1])  # of a tensor in a trace a symbol, which is no key of a table
+    parts = WIDTHS[d_qk]
     if rope is not None and len(parts) == 1:
         checks.value_error("k_rope", f"None beside queries of {d_qk} channels", "a tensor")
     hint = f"all {d_qk} channels of a head"

@@ -294,7 +294,7 @@ def _traced(call: Mha) -> Results:
 def new_results(q: Tensor) -> Results:
     """Uninitialised results of queries, as ``mha_prefill`` allocates them."""
     total, heads, d_qk = q.shape
-    out = q.new_empty((total, heads, VALUES[d_qk]))
+    out = q.new_empty((total, heads, VALUES[int(d_qk)]))
     return out, q.new_empty((heads, total), dtype=torch.float32)
 
 

@@ -330,23 +330,22 @@ def _part(
         wanted = "expected k/n with k from 1 to n, such as 2/4"
         print(f"--part: {wanted}, got {part!r}", file=sys.stderr)
         raise typer.Exit(2)
-    units: dict[object, list[mutation.Site]] = {}
-    weights: dict[object, int] = {}
+    units: dict[str | mutation.Site, list[mutation.Site]] = {}
+    weights: dict[str | mutation.Site, int] = {}
     for place in places:
         found = [text for text in explained if _names(text, _described(place))]
         counted = found[0] if found and all(map(_COUNTED.fullmatch, found)) else None
-        unit = counted or place
+        unit: str | mutation.Site = counted or place
         units.setdefault(unit, []).append(place)
         weights[unit] = weights.get(unit, 0) + (1 if counted or not found else seeds)
-    for text, unit in ((text, units.get(text)) for text in explained):
-        if unit:
-            weights[text] += (seeds - 1) * min(int(text.split()[0]), len(unit))
+    for text in set(explained) & set(units):
+        weights[text] += (seeds - 1) * min(int(text.split()[0]), len(units[text]))
     parts: list[list[mutation.Site]] = [[] for _ in range(int(match[2]))]
     filled = [0] * len(parts)
-    for unit in sorted(units, key=lambda unit: -weights[unit]):
+    for name in sorted(units, key=lambda name: -weights[name]):
         least = filled.index(min(filled))
-        parts[least] += units[unit]
-        filled[least] += weights[unit]
+        parts[least] += units[name]
+        filled[least] += weights[name]
     mine = parts[int(match[1]) - 1]
     return [place for place in places if place in mine]
 

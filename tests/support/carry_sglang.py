@@ -24,12 +24,11 @@ from tests.support.releases import DEPENDENCIES
 TO = ROOT / "build" / "sglang"
 NEEDS = ROOT / "constraints" / "sglang-gpu.txt"
 LEFT_OUT = ("multimodal_gen", "test", "benchmark", "cli")  # folders of the package
-KINDS = (".py", ".json", ".yaml", "METADATA", "entry_points.txt", "top_level.txt")
 
 
 def of_release(path: Path) -> bool:
     """Whether a file of the release is packed, by its path in the release."""
-    return path.name.endswith(KINDS) and not (path.parts[1:] and path.parts[1] in LEFT_OUT)
+    return path.suffix != ".so" and not (path.parts[1:] and path.parts[1] in LEFT_OUT)
 
 
 def pack(folder: Path, out: Path, wanted: Callable[[Path], bool]) -> None:
