@@ -285,9 +285,9 @@ def flash_mla_with_kvcache(
         lse: float32 (b, num_heads_q, s_q), contiguous; None allocates.
         descale_q, descale_k: None; float32 (1,) of FP8 caches with one scale, not built yet.
         kv_format: with ``indices`` over bytes: the format of ``k_cache``, as ``PagedKVCache`` names
-            it, or ``V32``, ``V4``, ``V32_NO_ROPE`` (FlashMLA's copy in SGLang; its ``V41`` is two
-            formats: ``fp8_v41_planar``, ``fp8_v41_rows``).  None: 656 bytes are ``fp8_ds_mla``, 584
-            ``fp8_v4``, and 528 are refused, since three formats have them.
+            it, or V32, V4, V32_NO_ROPE (FlashMLA's copy in SGLang; its V41 is two formats,
+            fp8_v41_planar and fp8_v41_rows).  None: 656 bytes are fp8_ds_mla, 584 fp8_v4, and 528
+            are refused, since three formats have them.
 
     Returns:
         (out, lse): natural logarithm; out 0 and LSE +inf of a row that sees no token.
