@@ -3,15 +3,12 @@
 Standard library only.
 
 A *row tile* is ``ROWS`` query rows of one sequence and one head.  Tiles of all heads are alike, so
-the list names a tile once, longest first, and kernels walk it by sections of ``SECTION`` heads:
-work tile j of t row tiles is head ``j mod heads`` of the section ``j // (SECTION t)``.
+the list names a tile once: the sequence first that sees the most keys, its row tiles from the last
+on.  Kernels walk it by sections of ``SECTION`` heads, the last of ``LAST_SECTION`` or more, where
+heads are so many: a section's first row tile of each head, then its second, and so on.
 
     words 0..3       work tiles taken beyond the first of each CTA | row tiles t | 0 | 0
     words 4 + 2 i    sequence, row tile of it; i < t
-
-Lists of which kernels with ``sections="listed"`` are told have heads side by side, s, and heads of
-the last section, l, in words 2 and 3: heads - l of them (rounded down to sections) are worked on
-s at a time, the others together, so that at the end there is much short work to share.
 
 Split over keys.  Few query tokens against many keys are too few work tiles for a GPU, so such a
 sequence's keys are cut into *pieces*, whose partial results are merged.  How many and where follows
@@ -39,14 +36,11 @@ KEYS = 128  # keys of a tile, in which lists count whatever a kernel takes at a 
 WIDTHS = {192: (128, 64), 128: (128,), 256: (192, 64)}  # channels of q -> those of K's tensors
 VALUES = {192: 128, 128: 128, 256: 256}  # channels of q -> of a row of V
 KEY_TILE = {192: 128, 128: 128, 256: 80}  # channels of q -> keys that kernels take at a time
-SECTION = 8  # heads that are worked on side by side, so that K and V stay in L2
+SECTION = 4  # heads that are worked on side by side, so that K and V stay in L2
+LAST_SECTION = 8  # heads of the last section, at least: short work for all CTAs to end together
 HEADER = 4  # words before the list
 TILE_WORDS = 2
 TAKEN, TILES, SPLITS, LIST = 0, 1, 2, 3  # words of the header; the last two where keys are split
-BESIDE, LAST = 2, 3  # of the same where sections are listed: heads of a section, of the last one
-WHOLE = "listed"  # axis ``sections`` of kernels that mha_prefill takes where keys are not split
-L2_ROOM = 12 << 20  # bytes of K and V that are read at the same time, at most if sections are told
-LAST_TILES = 512  # row tiles times heads of the last section, at least: four a CTA
 PIECES = 8  # row tiles times pieces of a split sequence, at most
 PIECE_TILES = 8  # tiles of keys of a piece, at least
 ENTRY_WORDS = 4  # of lists that may have pieces, and of a split row tile
@@ -60,26 +54,6 @@ def most_tiles(total_q: int, batch: int) -> int:
 def workspace_words(total_q: int, batch: int) -> int:
     """int32 words of the workspace of a call."""
     return HEADER + TILE_WORDS * most_tiles(total_q, batch)
-
-
-def sections(heads: int, kv_heads: int, keys: int, channels: int, tiles: int) -> tuple[int, int]:
-    """Heads of a section, of the last one.
-
-    A section's K and V have room in ``L2_ROOM``; the last section is work enough for CTAs to end
-    together.
-
-    Args:
-        heads: query heads, of ``kv_heads`` heads of K and V.
-        keys: of the longest sequence.
-        channels: of K and V together.
-        tiles: row tiles of all sequences.
-    """
-    group, beside, last = heads // kv_heads, SECTION, SECTION
-    while beside > 1 and -(-beside // group) * keys * channels * 2 > L2_ROOM:
-        beside //= 2
-    while last > beside and last // 2 * tiles >= LAST_TILES:
-        last //= 2
-    return beside, last
 
 
 def pieces_of(s_q: int, s_k: int) -> int:

@@ -56,9 +56,7 @@
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
-#                              times heads of 256 channels alone, beside --also,VARIANT if told; with
-#                              --designs orders of work, before pack also of
-#                              mha_fwd_dD_dbf16_listed_sm90a
+#                              times heads of 256 channels alone, beside --also,VARIANT if told
 #   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
 #   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
 #                              (profiles.index_cost ARG ARG...)

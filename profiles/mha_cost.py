@@ -1,7 +1,6 @@
 """Dense prefill beside FlashAttention-3 and cuDNN, on one GPU; and a chunk with kv_b_proj.
 
     python -m profiles.mha_cost --peers DIR --out profiles/results
-    python -m profiles.mha_cost --peers DIR --designs      orders of work instead (mha_designs.py)
     python -m profiles.mha_cost --peers DIR --d-qk 256 --also mha_fwd_d256_dbf16_q4_sm90a
 
 At these sizes a card sits at its power limit, whose memory is some 20 ms long: what stands behind a
@@ -32,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from codegen.artifacts import write_atomic
 from dsl_kernels.mha_list import VALUES, WIDTHS, most_tiles, sections
 from dsl_kernels.spec import VariantSpec
-from profiles import mha_designs, page, timing
+from profiles import page, timing
 from profiles.machine import machine
 from profiles.peer_libraries import FlashAttention3
 from snapmla import runtime
@@ -389,28 +388,6 @@ def chunk(heads: int, gates: tuple[float, float], device: torch.device, seed: in
     return f"| {heads} | {cells} | {ratios} | {error:.1e} |"
 
 
-def designs(shape: Shape, device: torch.device, seed: int) -> str:
-    """One line of the table of orders: the library's time and FA3's, then each order's."""
-    problem = Problem.draw(shape, device)
-    want, want_lse = problem.fa3()()[:2]
-    calls = {"ours": problem.ours(), **dict(mha_designs.contenders(problem))}
-    for call in calls.values():
-        problem.out.fill_(float("nan"))
-        problem.lse.fill_(float("nan"))
-        call()
-        compare(problem.out, problem.lse, want, want_lse)
-    found = in_turn({"fa3": problem.fa3(), **calls}, seed)
-    cells = [
-        f"{median(found[name]):.1f} ({ratio(found[name], found['fa3']):.3f})" for name in calls
-    ]
-    heads = f"{shape.heads}/{shape.kv_heads or shape.heads}"
-    kind = "causal" if shape.causal else "full"
-    return (
-        f"| {shape.label} | {heads} | {shape.d_qk} | {kind} | {shape.gate} | "
-        f"{spread(found['fa3'])} | {' | '.join(cells)} |"
-    )
-
-
 def gemm(device: torch.device) -> str:
     """cuBLAS at 8192 x 8192 x 8192, TFLOP/s."""
     n = 8192
@@ -449,23 +426,11 @@ def table(
         yield chunk(int(heads), (gates[0], gates[1]), device, seed)
 
 
-def designs_table(shapes: Sequence[Shape], device: torch.device, seed: int) -> Iterator[str]:
-    """Orders of work: sections of so many heads, the last of so many."""
-    names = [order.label for order in mha_designs.ORDERS]
-    yield f"| prompts | heads | d_qk | mask | gate | FA3 µs | library | {' | '.join(names)} |"
-    yield "|---" * (7 + len(names)) + "|"
-    for shape in shapes:
-        yield designs(shape, device, seed)
-
-
 def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashAttention-3's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     first: Annotated[int, typer.Option(help="Shapes to time, the first ones.")] = 99,
     seed: Annotated[int, typer.Option(help="Of the order of contenders.")] = 0,
-    orders: Annotated[
-        bool, typer.Option("--designs", help="Orders of work, to mha_designs.md; nothing else.")
-    ] = False,
     d_qk: Annotated[int, typer.Option(help="Shapes of such heads alone, and no chunk.")] = 0,
     also: Annotated[
         list[str] | None, typer.Option(help="Other builds of that kernel, in turn with it.")
@@ -479,12 +444,7 @@ def main(
     lines, shapes = [], [shape for shape in SHAPES if d_qk in (0, shape.d_qk)]
     with torch.inference_mode():
         before = gemm(device)
-        if orders:
-            shapes = [shape for shape in shapes if shape.d_qk in mha_designs.WIDTHS]
-            made = designs_table(shapes[:first], device, seed)
-        else:
-            made = table(shapes[:first], device, seed, tuple(also or ()), not d_qk)
-        for line in made:
+        for line in table(shapes[:first], device, seed, tuple(also or ()), not d_qk):
             lines.append(line)
             typer.echo(line)
             torch.cuda.empty_cache()
@@ -495,8 +455,7 @@ def main(
         f"median (middle half) of {ROUNDS} rounds, contenders in random order in each; ratios of "
         "speed are the median of the rounds' own; a ratio within 1 % under its gate counts as met",
     )  # fmt: skip
-    name = "mha_designs.md" if orders else "mha_cost.md"
-    write_atomic(out / name, "\n".join([*head, *lines]) + "\n")
+    write_atomic(out / "mha_cost.md", "\n".join([*head, *lines]) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from ..mha_list import KEY_TILE, VALUES, WHOLE
+from ..mha_list import KEY_TILE, VALUES
 from .family import MHA, Axis, Family, Values
-
-
-def sections(values: Values) -> str:
-    """What is built by default."""
-    return WHOLE if values["keys"] == "whole" else "fixed"
 
 
 def _of_head(table: dict[int, int]) -> Callable[[Values], int]:
@@ -24,7 +19,6 @@ AXES = (
     Axis("dtype", "d", ("bf16", "f16"), "bf16"),  # of q, k, v and out
     Axis("d_v", "v", (128, 256), _of_head(VALUES), named=False),
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
-    Axis("sections", "", ("fixed", "listed"), sections, named=False),  # of heads: 8, or as listed
     Axis("key_tile", "t", (128, 80), _of_head(KEY_TILE), named=False),  # keys at a time
     Axis("q_steps", "q", (0, 4, 6), 0, named=False),  # 16-channel steps of Q in registers
     Axis("order", "", ("turns", "free"), "turns", named=False),  # of the two consumers' products
@@ -34,9 +28,7 @@ AXES = (
 def _module(arch: str, values: Values) -> str | None:
     if arch != "sm_90a":
         return None
-    if values["keys"] == "split":
-        return "dsl_kernels.sm90.mha_split" if values["sections"] == "fixed" else None
-    return "dsl_kernels.sm90." + ("mha_listed" if values["sections"] == "listed" else "mha_fwd")
+    return "dsl_kernels.sm90." + ("mha_split" if values["keys"] == "split" else "mha_fwd")
 
 
 def points(arch: str) -> Iterator[Values]:

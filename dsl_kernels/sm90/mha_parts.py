@@ -25,7 +25,7 @@ from ..common.barriers import Ring
 from ..common.epilogue import Woven
 from ..common.smem import array, staged
 from ..common.types import U32
-from ..mha_list import HEADER, ROWS, SECTION, TAKEN, TILE_WORDS, TILES, WIDTHS
+from ..mha_list import HEADER, LAST_SECTION, ROWS, SECTION, TAKEN, TILE_WORDS, TILES, WIDTHS
 from ..smxx.mha_items import key_tiles, length
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Loads:
         j, _, _ = cute.arch.block_idx()
         j = Int32(j)
         while j < total:
-            tile, head = self._work_tile(work, j, work[TILES], heads)
+            tile, head = self._work_tile(j, work[TILES], heads)
             at = HEADER + TILE_WORDS * tile
             sequence, m = work[at], work[at + 1]
             q0, k0 = cu_q[sequence], cu_k[sequence]
@@ -191,13 +191,17 @@ class Loads:
         self.notes.write(st, count, (none, none, none, none, none))
         self.tails.write(st, told, (none, Int32(0)))
 
-    def _work_tile(self, work, j, tiles, heads):
-        """(place in the list, head) of work tile ``j`` of ``work``: mha_list.py."""
-        section = j // (SECTION * tiles)
-        rest = j - section * (SECTION * tiles)
-        beside = cutlass.min(heads - section * SECTION, SECTION)
+    @cute.jit
+    def _work_tile(self, j, tiles, heads):
+        """(place in the list, head) of work tile ``j``: mha_list.py."""
+        beside = Int32(SECTION)
+        last = cutlass.max(heads - LAST_SECTION, 0) // SECTION * SECTION  # its first head
+        first = j // (SECTION * tiles) * SECTION
+        if first >= last:
+            first, beside = last, heads - last
+        rest = j - first * tiles
         tile = rest // beside
-        return tile, section * SECTION + (rest - tile * beside)
+        return tile, first + (rest - tile * beside)
 
     @cute.jit
     def _load(self, st, layouts, tma, where, counts, n, valid):

@@ -152,7 +152,7 @@ class PieceLoads(Loads):
         j, _, _ = cute.arch.block_idx()
         j = Int32(j)
         while j < tiles * heads:
-            tile, head = self._work_tile(work, j, tiles, heads)
+            tile, head = self._work_tile(j, tiles, heads)
             at = begin + ENTRY_WORDS * tile
             sequence, m, piece, base = work[at], work[at + 1], work[at + 2], work[at + 3]
             q0, k0 = cu_q[sequence], cu_k[sequence]

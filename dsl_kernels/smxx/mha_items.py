@@ -1,10 +1,9 @@
 """mha_items: the list of work of dense MHA prefill, from lengths that stay on the device.
 
-``work`` names every row tile of every sequence once, those that see the most keys first, and says
-how many there are (mha_list.py).  Persistent CTAs take from its front, so that what is left at the
-end is short.  Where keys may be split, it names every piece of a row tile.  With
-``sections="listed"`` the longest sequence comes first, its row tiles side by side, longest first,
-and the header says how many heads are worked on together.
+``work`` names every row tile of every sequence once, and says how many there are (mha_list.py): the
+sequence first that sees the most keys, its row tiles from the last on, so that CTAs read the same K
+and V at the same time.  Persistent CTAs take from its front, and what is left at the end is short.
+Where keys may be split, it names every piece of a row tile, those that see the most keys first.
 
 Roles        one CTA; a warp a sequence, a lane a row tile (a piece of one).
 Memory       shared: ``BINS`` counts, which become places; sums of warps.
@@ -13,7 +12,7 @@ Timeline     wait for the previous grid | (split: which sequences are, prefix su
              each tile takes the next place of its count
 Bytes moved  8 a sequence read twice, 8 a row tile written (16 a piece, 16 a split row tile).
 
-A counting sort: tiles that see equally many tiles of keys, or with more than ``BINS`` tiles of keys
+A counting sort: sequences (pieces) that see equally many tiles of keys, or with more than ``BINS``
 nearly so, come in any order, which no result depends on.  Lengths below 0 count as 0, and tiles
 beyond the room of ``work`` are left out, so that no ``cu_seqlens`` makes it write elsewhere; nor is
 a sequence split whose partial rows, or split row tiles, there is no room for.
@@ -30,11 +29,9 @@ from cutlass import Int32, cute
 
 from .. import compat
 from ..mha_list import (
-    BESIDE,
     ENTRY_WORDS,
     HEADER,
     KEYS,
-    LAST,
     LIST,
     PIECE_TILES,
     PIECES,
@@ -86,7 +83,7 @@ def mha_items(
     stream: Any,
 ) -> None:
     """Host half: one CTA."""
-    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, None, None).launch(
+    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, None).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
@@ -104,25 +101,7 @@ def mha_split_items(
 ) -> None:
     """Host half where keys may be split: one CTA."""
     room = (most_splits, partial_rows)
-    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, room, None).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
-    )
-
-
-@cute.jit
-def mha_listed_items(
-    cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
-    cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
-    work: cute.Tensor,  # i32 (words,)
-    causal: Int32,  # 0 or 1
-    max_seqlen_k: Int32,  # makes counts coarser where it is long; nothing else depends on it
-    beside: Int32,  # heads of a section
-    last: Int32,  # heads of the last section
-    stream: Any,
-) -> None:
-    """Host half where sections are listed: one CTA."""
-    heads = (beside, last)
-    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, None, heads).launch(
+    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, room).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
@@ -135,7 +114,6 @@ def _list(
     causal: Int32,
     max_seqlen_k: Int32,
     split: Any,  # room for splits, None where there are none
-    heads: Any,  # of a section and of the last one, None where the list does not say
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     smem = cutlass.memory.SmemAllocator()
@@ -155,7 +133,7 @@ def _list(
         begin, words = _bases_at(split) + cu_seqlens_q.shape[0] - 1, ENTRY_WORDS
     cute.arch.sync_threads()
     entries = (begin, words, None if split is None else _bases_at(split))
-    if cutlass.const_expr(heads is not None):
+    if cutlass.const_expr(split is None):
         _each_sequence(lengths, work, places, causal, shift, False)
     else:
         _each_tile(lengths, work, places, causal, shift, entries, False)
@@ -172,10 +150,8 @@ def _list(
         if cutlass.const_expr(split is not None):
             work[SPLITS] = splits
             work[LIST] = begin
-        if cutlass.const_expr(heads is not None):
-            work[BESIDE], work[LAST] = heads
     cute.arch.sync_threads()
-    if cutlass.const_expr(heads is not None):
+    if cutlass.const_expr(split is None):
         _each_sequence(lengths, work, places, causal, shift, True)
     else:
         _each_tile(lengths, work, places, causal, shift, entries, True)
@@ -289,13 +265,6 @@ def _each_sequence(
                     work[HEADER + TILE_WORDS * at + 1] = Int32(tile)
 
 
-def feasible(spec: VariantSpec) -> str | None:
-    """Reason why the kernel cannot be built for ``spec``, or None."""
-    if spec.keys == "split" and spec.sections == "listed":
-        return "lists that may have pieces have no words for sections"
-    return None
-
-
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
@@ -309,6 +278,4 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     }
     if spec.keys == "split":
         return mha_split_items, {**fakes, "most_splits": Int32(1), "partial_rows": Int32(1)}
-    if spec.sections == "listed":
-        return mha_listed_items, {**fakes, "beside": Int32(1), "last": Int32(1)}
     return mha_items, fakes

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.mha_list import VALUES, WHOLE, SplitRoom, most_tiles, sections, workspace_words
+from dsl_kernels.mha_list import VALUES, SplitRoom, workspace_words
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime
@@ -154,7 +154,6 @@ class Ready(NamedTuple):
     ctas: int
     scale: float
     causal: int
-    told: tuple[int, ...] = ()  # heads of a section and of the last one, where lists tell them
     merge: runtime.Kernel | None = None  # of pieces, with room for them
     room: SplitRoom | None = None
     place: int = 0
@@ -201,18 +200,10 @@ def _prepared(call: Mha) -> Ready:
     keys = "whole" if room is None else "split"
     list_work, attend = kernels(q.device, q.shape[-1], q.dtype, keys)
     ctas = min(sm_count(q.device), most_work(call))
-    told = _sections(call) if keys == "whole" and WHOLE == "listed" else ()
-    ready = Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal), told)
+    ready = Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal))
     if room is None:
         return ready
     return ready._replace(merge=merging_kernel(q.device, q.dtype, call.d_v), room=room)
-
-
-def _sections(call: Mha) -> tuple[int, int]:
-    """Of shapes and of what the host was told of lengths; no result depends on it."""
-    (total, heads, d_qk), (total_k, kv_heads, _) = call.q.shape, call.v.shape
-    tiles = most_tiles(total, call.cu_seqlens_q.shape[0] - 1)
-    return sections(heads, kv_heads, min(total_k, int(call.max_seqlen_k)), d_qk + call.d_v, tiles)
 
 
 def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
@@ -238,7 +229,7 @@ def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
     if ready.room is not None:
         _launch_split(call, ready, ready.room, work, (out, lse))
         return (out, lse), ready
-    ready.list_work(*tables, work, ready.causal, int(call.max_seqlen_k), *ready.told)
+    ready.list_work(*tables, work, ready.causal, int(call.max_seqlen_k))
     ready.attend(
         q, *call.keys, v, *tables, work, out, lse, ready.scale, ready.causal, ready.ctas
     )  # fmt: skip
@@ -304,15 +295,14 @@ def kernels(
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
     """(what lists the work, what computes it) on a device; keys ``whole`` or ``split``."""
     arch = runtime.arch_of(device)
-    lists = {"keys": keys, "sections": WHOLE if keys == "whole" else "fixed"}
-    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype], **lists)
+    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype], keys=keys)
     if registry.module_name(spec) is None:
         raise VariantError(
             f"{arch}: no kernel for dense prefill exists for this architecture yet; there "
             "FlashAttention-4 (flash_attn.cute) and FlashMLA's own flash_attn_varlen_func serve"
         )
     attend = runtime.kernel(spec, device.type)
-    items = VariantSpec(op="mha_items", arch=arch, **lists)
+    items = VariantSpec(op="mha_items", arch=arch, keys=keys)
     return runtime.kernel(items, device.type), attend
 
 

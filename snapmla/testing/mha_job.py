@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.mha_list import (
-    BESIDE,
     HEADER,
     KEY_TILE,
     KEYS,
-    LAST,
     ROWS,
     TILES,
     WIDTHS,
@@ -55,9 +53,12 @@ def key_tiles(s_q: int, s_k: int, tile: int, causal: bool) -> int:
 
 
 def row_tiles(lq: Sequence[int], lk: Sequence[int], causal: bool) -> list[tuple[int, int]]:
-    """(sequence, row tile) of all row tiles, those with the most tiles of keys first."""
-    found = [(i, m) for i, s_q in enumerate(lq) for m in range(-(-s_q // ROWS))]
-    return sorted(found, key=lambda tile: -key_tiles(lq[tile[0]], lk[tile[0]], tile[1], causal))
+    """(sequence, row tile) of all row tiles: the sequence first whose last one sees the most keys,
+    its row tiles from the last on."""
+    tiles = [-(-s_q // ROWS) for s_q in lq]
+    seen = [key_tiles(lq[i], lk[i], n - 1, causal) for i, n in enumerate(tiles)]
+    order = sorted(range(len(lq)), key=lambda i: -seen[i])
+    return [(i, m) for i in order for m in reversed(range(tiles[i]))]
 
 
 def work_of(lq: Sequence[int], lk: Sequence[int], causal: bool, total_q: int = 0) -> Tensor:
@@ -242,7 +243,6 @@ class MhaJob:
         ks: K's tensors, (total_k, h_k, 128) and of d_qk 192 (total_k, 1 or h_k, 64); of d_qk 256
             they have 192 and 64 channels.
         lq, lk: lengths of the sequences.
-        sections: heads of a section, of the last one, which the list tells.
     """
 
     q: Tensor
@@ -253,7 +253,6 @@ class MhaJob:
     causal: bool = True
     scale: float = 0.0
     ctas: int = 2
-    sections: tuple[int, int] = (0, 0)
 
     @classmethod
     def draw(
@@ -291,11 +290,9 @@ class MhaJob:
         keys = dict(zip(("k_nope", "k_rope"), self.ks))
         t, h, _ = self.q.shape
         most = max(1, most_tiles(t, len(self.lq)) * h)
-        work = work_of(self.lq, self.lk, self.causal, t)
-        work[BESIDE], work[LAST] = self.sections
         return {
             "q": self.q, **keys, "v": self.v, "cu_seqlens_q": offsets(self.lq),
-            "cu_seqlens_k": offsets(self.lk), "work": work,
+            "cu_seqlens_k": offsets(self.lk), "work": work_of(self.lq, self.lk, self.causal, t),
             "out": torch.full((t, h, self.v.shape[-1]), math.nan).to(self.q.dtype),
             "lse": torch.full((h, t), math.nan), "softmax_scale": self.scale,
             "causal": int(self.causal), "ctas": min(self.ctas, most),

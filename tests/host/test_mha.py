@@ -68,25 +68,6 @@ def test_k_apart_is_k_whole(truth: Truth) -> None:
         assert torch.equal(got[0], out) and torch.equal(got[1], lse)
 
 
-@pytest.mark.whole_matrix
-def test_sections_that_lists_tell_change_no_bit(
-    truth: Truth, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the order that is built when it is asked for, and in the default's."""
-    call, out, lse = truth
-    try:
-        for order, told in (("fixed", [0, 0]), ("listed", [8, 8])):
-            monkeypatch.setattr(front, "WHOLE", order)
-            runtime.forget()
-            work = torch.empty(workspace_size(T_Q, len(LQ)), dtype=I32)
-            made = mha_prefill(**call, workspace=work)
-            assert torch.equal(made[0], out) and torch.equal(made[1], lse), order
-            assert work[2:4].tolist() == told
-    finally:
-        monkeypatch.undo()
-        runtime.forget()
-
-
 def test_flash_mla_names(truth: Truth) -> None:
     """The same bits; the LSE has tokens first, over memory that has not."""
     call, out, lse = truth

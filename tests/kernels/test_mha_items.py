@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsl_kernels.mha_list import HEADER, most_tiles, sections, workspace_words
+from dsl_kernels.mha_list import HEADER, most_tiles, workspace_words
 from snapmla.testing.mha_job import offsets, row_tiles
 from snapmla.testing.workloads import mha_items as work
 from softgpu import Options, using
@@ -16,32 +16,15 @@ pytestmark = needs_kernels
 
 
 def made(
-    target: str, lq: list[int], lk: list[int], causal: bool, longest: int, words: int = 0,
-    sections: str = "fixed",
-) -> list[int]:  # fmt: skip
+    target: str, lq: list[int], lk: list[int], causal: bool, longest: int, words: int = 0
+) -> list[int]:
     """The workspace after a call; -7 where nothing was written."""
     device = device_of(target)
     room = words or workspace_words(sum(lq), len(lq))
     out = torch.full((room,), -7, dtype=torch.int32, device=device)
-    call = kernel(target, op="mha_items", sections=sections)
-    told = work.SECTIONS if sections == "listed" else ()
-    call(offsets(lq).to(device), offsets(lk).to(device), out, int(causal), longest, *told)
+    call = kernel(target, op="mha_items")
+    call(offsets(lq).to(device), offsets(lk).to(device), out, int(causal), longest)
     return list(out.tolist())
-
-
-@pytest.mark.whole_matrix
-@pytest.mark.parametrize("target", TARGETS)
-def test_lists_by_sequences(target: str) -> None:
-    """The workload, and a promise about the longest that is broken."""
-    for lq, lk, causal in work.SMALL:
-        for longest in (max(lk, default=0), 0):
-            found = made(target, list(lq), list(lk), causal, longest, sections="listed")
-            if longest or not lk:
-                assert not work.wrong_listed(found, lq, lk, causal)
-            tiles = row_tiles(lq, lk, causal)
-            words = found[HEADER : HEADER + 2 * len(tiles)]
-            assert sorted(zip(words[::2], words[1::2])) == sorted(tiles)
-            assert set(found[HEADER + 2 * len(tiles) :]) <= {-7}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -72,7 +55,7 @@ def test_cu_seqlens_that_do_not_ascend_write_nowhere_else(target: str) -> None:
     device, room = device_of(target), 3
     words = workspace_words(0, 0) + 2 * room
     memory = torch.full((words + 64,), -7, dtype=torch.int32, device=device)
-    call = kernel(target, op="mha_items", sections="fixed")
+    call = kernel(target, op="mha_items")
     cu_q = torch.tensor([0, 5000, 100, 300], dtype=torch.int32, device=device)
     cu_k = torch.tensor([0, 300, 600, 100], dtype=torch.int32, device=device)
     call(cu_q, cu_k, memory[:words], 1, 300)
@@ -80,37 +63,6 @@ def test_cu_seqlens_that_do_not_ascend_write_nowhere_else(target: str) -> None:
     assert found[:HEADER] == [0, room, 0, 0]
     assert set(found[words:]) == {-7}
     assert all(sequence in (0, 2) for sequence in found[HEADER:words:2])
-
-
-def test_a_wrong_list_of_sections_is_noticed() -> None:
-    """The judge's own check."""
-    lq, lk = (200, 300), (300, 900)
-    tiles = [(1, 2), (1, 1), (1, 0), (0, 1), (0, 0)]
-    good = [0, len(tiles), *work.SECTIONS, *(word for tile in tiles for word in tile)]
-    assert not work.wrong_listed(good, lq, lk, True)
-    assert "side by side" in work.wrong_listed(
-        [*good[:4], *good[6:8], *good[4:6], *good[8:]], lq, lk, True
-    )
-    assert "behind a shorter" in work.wrong_listed(
-        [*good[:4], *good[10:], *good[4:10]], lq, lk, True
-    )
-    assert "once" in work.wrong_listed([*good[:-2], *good[-4:-2]], lq, lk, True)
-    assert "header" in work.wrong_listed([*good[:2], 0, *good[3:]], lq, lk, True)
-
-
-@pytest.mark.parametrize(
-    "heads, kv_heads, keys, tiles, expected",
-    [
-        (128, 128, 8192, 128, (2, 4)), (128, 128, 4096, 64, (4, 8)), (16, 16, 2048, 16, (8, 8)),
-        (16, 16, 16384, 128, (1, 4)), (32, 4, 8192, 128, (8, 8)), (16, 16, 0, 1, (8, 8)),
-        (8, 8, 2**20, 9999, (1, 1)),
-    ],
-)  # fmt: skip
-def test_sections(
-    heads: int, kv_heads: int, keys: int, tiles: int, expected: tuple[int, int]
-) -> None:
-    """Few heads side by side where keys are many, enough for all CTAs at the end."""
-    assert sections(heads, kv_heads, keys, 320, tiles) == expected
 
 
 def test_room_is_enough_for_any_lengths() -> None:
@@ -124,11 +76,12 @@ def test_room_is_enough_for_any_lengths() -> None:
 
 def test_a_wrong_list_is_noticed() -> None:
     """The judge's own check."""
-    lq, lk = (300, 200), (300, 900)
-    tiles = row_tiles(lq, lk, True)
+    lq, lk = (200, 300), (300, 900)
+    tiles = [(1, 2), (1, 1), (1, 0), (0, 1), (0, 0)]
     good = [0, len(tiles), 0, 0, *(word for tile in tiles for word in tile)]
     assert not work.wrong(good, lq, lk, True)
-    swapped = [*good[:4], *good[-2:], *good[6:-2], *good[4:6]]
-    assert "behind a shorter" in work.wrong(swapped, lq, lk, True)
+    swapped = [*good[:4], *good[6:8], *good[4:6], *good[8:]]
+    assert "side by side" in work.wrong(swapped, lq, lk, True)
+    assert "behind a shorter" in work.wrong([*good[:4], *good[10:], *good[4:10]], lq, lk, True)
     assert "once" in work.wrong([*good[:-2], *good[-4:-2]], lq, lk, True)
     assert "header" in work.wrong([1, *good[1:]], lq, lk, True)

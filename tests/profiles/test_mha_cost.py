@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsl_kernels.mha_list import BESIDE, HEADER, LAST, TILES
-from profiles import mha_cost, mha_designs
+from profiles import mha_cost
 from profiles.mha_cost import Problem, Shape, even
 from snapmla.testing.mha_job import mha_reference
 from tests.support.needs import needs_kernels
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("d_qk", [192, 256])
@@ -65,18 +62,3 @@ def test_ours_is_compared_before_it_is_timed() -> None:
 def test_figures() -> None:
     assert mha_cost.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == "3.0 (1.5–4.5)"
     assert mha_cost.ratio([1.0, 2.0, 4.0], [2.0, 3.0, 4.0]) == 1.5
-
-
-def test_orders_are_lists_of_the_same_work() -> None:
-    """Every row tile once, the longest sequence's first where that is the order."""
-    problem = Problem.draw(Shape("x", (300, 5, 700), (300, 90, 800), 2, 192, True, 1.0), CPU)
-    first = set()
-    for order in mha_designs.ORDERS:
-        work = mha_designs.work_in(order, problem).tolist()
-        assert (work[0], work[BESIDE], work[LAST]) == (0, order.beside, order.last)
-        tiles = [tuple(work[at : at + 2]) for at in range(HEADER, HEADER + 2 * work[TILES], 2)]
-        assert sorted(tiles) == [(0, 0), (0, 1), (0, 2), (1, 0), *((2, m) for m in range(6))]
-        if order.by == "sequences":
-            assert tiles[:6] == [(2, m) for m in range(5, -1, -1)] and tiles[-1] == (1, 0)
-        first.add((order.by, tiles[4]))
-    assert first == {("sequences", (2, 1)), ("tiles", (0, 2))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,28 +25,20 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     before it is masked, too, for some rows without moving their frame;
     then every key for every row, four tiles, and logits that move frames; at the end of the lists
     short sequences, and such without keys, of which nothing but a note tells; at last a batch in
-    which no sequence has keys.  Of split keys one sequence each has two pieces; lists that tell
-    sections have one head, two and all side by side."""
+    which no sequence has keys.  Of split keys one sequence each has two pieces."""
     if spec.keys == "split":
         yield from _small_split(spec)
         return
-    listed = spec.sections == "listed"
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
         lq, lk = [140, 0, 40, 9], [_just_whole(spec), 33, 20, 30]
         if not causal:
             lq, lk = [20, 0, 3, 2, 2, 2], [420, 40, 0, 0, 0, 0]
         job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
-        if listed:  # a head in a section and one in the last; both in the last
-            job = dataclasses.replace(job, sections=(1, 1) if causal else (2, 4))
         for rows in (*job.ks, job.v):
             rows[lk[0] : lk[0] + lk[1]] = bad
         yield Call(job.arguments(), {}, job=job)
     job = MhaJob.draw(spec, (3, 2, 2, 2), (0, 0, 0, 0), 2, 1)
     yield Call(job.arguments(), {}, job=job)
-    if listed:  # a section of two heads, the last of one
-        job = MhaJob.draw(spec, (130, 3), (100, 20), 3, 1)
-        job = dataclasses.replace(job, sections=(2, 1))
-        yield Call(job.arguments(), {}, job=job)
 
 
 def _just_whole(spec: VariantSpec) -> int:

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from dsl_kernels.mha_list import (
-    BESIDE,
     ENTRY_WORDS,
     HEADER,
-    LAST,
     LIST,
     ROWS,
     SPLITS,
@@ -32,15 +30,10 @@ from snapmla.testing.workloads.samples import Source
 BINS = 1024  # of the kernel's counting sort: which orders longer lists less finely
 
 
-SECTIONS = 2, 8  # heads of a section, of the last one, that lists are told
-
-
 def _given(lq: Sequence[int], lk: Sequence[int], causal: bool, spec: VariantSpec) -> dict[str, Any]:
     """Arguments; the workspace full of -7."""
     words, room = workspace_words(sum(lq), len(lq)), room_of(lq, lk)
     more: dict[str, Any] = {}
-    if spec.sections == "listed":
-        more = dict(zip(("beside", "last"), SECTIONS))
     if spec.keys == "split":
         words, more = room.list_words, {"most_splits": room.splits, "partial_rows": room.rows}
     return {
@@ -83,6 +76,9 @@ def wrong(
 ) -> str:
     """What is wrong with a list, empty if nothing is.
 
+    A sequence's row tiles lie side by side, the last one first; the sequence whose last one sees
+    the most keys comes first.
+
     Args:
         work: words of the workspace.
         max_seqlen_k: as the kernel was told; 0: the longest.
@@ -90,26 +86,6 @@ def wrong(
     want = row_tiles(lq, lk, causal)
     if list(work[:HEADER]) != [0, len(want), 0, 0] or TILES != 1:
         return f"header {list(work[:HEADER])}, expected {len(want)} row tiles"
-    words = work[HEADER : HEADER + 2 * len(want)]
-    tiles = list(zip(words[::2], words[1::2]))
-    if sorted(tiles) != sorted(want):
-        return "not every row tile once"
-    longest, shift = -(-(max_seqlen_k or max(lk, default=0)) // 128), 0
-    while longest >> shift >= BINS:
-        shift += 1
-    costs = [min(key_tiles(lq[i], lk[i], m, causal) >> shift, BINS - 1) for i, m in tiles]
-    return "" if costs == sorted(costs, reverse=True) else "a longer row tile behind a shorter one"
-
-
-def wrong_listed(
-    work: Sequence[int], lq: Sequence[int], lk: Sequence[int], causal: bool, max_seqlen_k: int = 0
-) -> str:
-    """``wrong`` of a list that tells sections: a sequence's row tiles lie side by side, the last
-    one first; the sequence whose last one sees the most keys comes first."""
-    want = row_tiles(lq, lk, causal)
-    header = [0, len(want), *SECTIONS]
-    if list(work[:HEADER]) != header or (BESIDE, LAST) != (2, 3):
-        return f"header {list(work[:HEADER])}, expected {header}"
     words = work[HEADER : HEADER + 2 * len(want)]
     tiles = list(zip(words[::2], words[1::2]))
     if sorted(tiles) != sorted(want):
@@ -154,7 +130,7 @@ def wrong_split(
 
 
 def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
-    """Every row tile (every piece) once, longest first."""
+    """Every row tile (every piece) once, in order."""
     bad = []
     for call in calls:
         work, (lq, lk, causal) = call.arguments["work"].tolist(), call.job
@@ -162,13 +138,12 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
             reason = wrong_split(work, lq, lk, causal, room_of(lq, lk))
             bad += [f"{call.note}: {reason}"] if reason else []
             continue
-        judged = wrong_listed if spec.sections == "listed" else wrong
-        reason = judged(work, lq, lk, causal)
+        reason = wrong(work, lq, lk, causal)
         if not reason and any(x != -7 for x in work[HEADER + 2 * len(row_tiles(lq, lk, causal)) :]):
             reason = "words behind the list were written"
         if reason:
             bad.append(f"{call.note}: {reason}")
-    return Result(not bad, "; ".join(bad) or "every row tile once, longest first")
+    return Result(not bad, "; ".join(bad) or "every row tile once, the longest sequence's first")
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
@@ -192,11 +167,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
         if split:
             order = (tiles[:, 0] * 2**20 + tiles[:, 1] * 16 + tiles[:, 2]).argsort()
         seen += [np.array(lq, np.int32), np.array(lk, np.int32)]
-        header = work[:HEADER].clone()
-        if case.spec.sections == "listed":  # beside what it was told
-            header[BESIDE] -= SECTIONS[0]
-            header[LAST] -= SECTIONS[1]
-        found.append([header, tiles[order].int().flatten().to(run.device)])
+        found.append([work[:HEADER], tiles[order].int().flatten().to(run.device)])
     return exact.of_problems(seen, found, "tables")
 
 
