@@ -58,8 +58,11 @@ def test_a_job(name: str) -> None:
     shape = RecordShape(
         9, 130, (130, 0, 70), 2, layout="padded", sink=True, parts=2, style="swings", **two
     )
+    job = RecordJob(spec, shape)
+    if job.extra is not None:
+        job.extra[1][1] = 0  # entries that a length below 0 does not count, of a token
     with using(CHECKED):
-        result = (job := RecordJob(spec, shape)).run(kernel)
+        result = job.run(kernel)
     assert_right(job, result)
 
 
