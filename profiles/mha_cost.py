@@ -29,7 +29,7 @@ import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from codegen.artifacts import write_atomic
-from dsl_kernels.mha_list import VALUES, WIDTHS, most_tiles, sections
+from dsl_kernels.mha_list import VALUES, WIDTHS
 from dsl_kernels.spec import VariantSpec
 from profiles import page, timing
 from profiles.machine import machine
@@ -176,8 +176,7 @@ class Problem:
         if spec.d_qk != self.shape.d_qk or spec.keys != "whole":
             raise ValueError(f"--also {name}: not of {self.shape.d_qk} channels, keys whole")
         device = self.q.device
-        items = VariantSpec(op="mha_items", sections=spec.sections)
-        list_work, told = runtime.kernel(items, device.type), self.sections(spec)
+        items = runtime.kernel(VariantSpec(op="mha_items"), device.type)
         attend = runtime.kernel(spec, device.type)
         ks = self.k.split(WIDTHS[spec.d_qk], -1)
         tables, causal = (self.cu_q, self.cu_k), int(self.shape.causal)
@@ -185,7 +184,7 @@ class Problem:
         scale, longest = self.shape.d_qk**-0.5, max(self.shape.lk)
 
         def call() -> tuple[Tensor, Tensor]:
-            list_work(*tables, self.workspace, causal, longest, *told)
+            items(*tables, self.workspace, causal, longest)
             attend(
                 self.q, *ks, self.v, *tables, self.workspace, out, lse, scale, causal,
                 sm_count(device),
@@ -193,14 +192,6 @@ class Problem:
             return out, lse
 
         return call
-
-    def sections(self, spec: VariantSpec) -> tuple[int, ...]:
-        """Heads of a section and of the last one, where a build's list tells them."""
-        if spec.sections != "listed":
-            return ()
-        shape, tiles = self.shape, most_tiles(sum(self.shape.lq), len(self.shape.lq))
-        kv_heads, channels = shape.heads // shape.group, shape.d_qk + shape.d_v
-        return sections(shape.heads, kv_heads, max(shape.lk), channels, tiles)
 
     def fa3(self) -> Call:
         """FlashAttention-3's varlen forward, as vLLM's library has it."""
