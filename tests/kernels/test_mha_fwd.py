@@ -48,6 +48,18 @@ def run(kernel: Any, job: MhaJob, **changed: Any) -> tuple[Tensor, Tensor]:
     return given["out"], given["lse"]
 
 
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("heads", [8, 12, 14])
+def test_sections_of_heads(heads: int) -> None:
+    """None before the last section; one of four; one, and a last section of ten."""
+    spec, kernel = kernel_of(MAIN.replace("192", "128"))
+    torch.manual_seed(4)
+    job = MhaJob.draw(spec, (3, 2), (3, 5), heads, 1, ctas=3)
+    with using(CHECKED):
+        errors = job.errors(run(kernel, job))
+    assert errors.right, str(errors)
+
+
 @pytest.mark.whole_matrix  # the main one runs in test_variants.py
 @pytest.mark.parametrize("name", EVERY)
 def test_clean_and_right(name: str) -> None:
