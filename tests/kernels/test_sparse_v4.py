@@ -56,8 +56,9 @@ def test_a_job(name: str) -> None:
     spec, kernel = kernel_of(name)
     two = {"extra_topk": 17, "extra_lengths": (17, 9, 5)} if spec.cache_dtype in TWO else {}
     shape = RecordShape(
-        9, 130, (130, 0, 70), 2, layout="padded", sink=True, parts=2, style="swings", **two
-    )
+        9, 130, (130, 0, 70), 2, layout="padded", sink=True, parts=2, style="swings", dense=True,
+        **two,
+    )  # fmt: skip
     with using(CHECKED):
         result = (job := RecordJob(spec, shape)).run(kernel)
     assert_right(job, result)
