@@ -54,16 +54,19 @@ def of(formats: Iterable[str], rows: Iterable[int] = (16, 64)) -> Any:
 def test_a_job(name: str) -> None:
     """What everyday tests run of the formats of 528 bytes: swings, splits, a sink, two lists."""
     spec, kernel = kernel_of(name)
-    two = {"extra_topk": 17, "extra_lengths": (17, -1, 5)} if spec.cache_dtype in TWO else {}
+    two = {"extra_topk": 17, "extra_lengths": (17, 9, 5)} if spec.cache_dtype in TWO else {}
     shape = RecordShape(
-        9, 130, (130, 0, 70), 2, layout="padded", sink=True, parts=2, style="swings", **two
-    )
-    job = RecordJob(spec, shape)
-    if job.extra is not None:
-        job.extra[1][1] = 0  # entries that a length below 0 does not count, of a token
+        9, 130, (130, 0, 70), 2, layout="padded", sink=True, parts=2, style="swings", dense=True,
+        **two,
+    )  # fmt: skip
     with using(CHECKED):
-        result = job.run(kernel)
+        result = (job := RecordJob(spec, shape)).run(kernel)
     assert_right(job, result)
+    if job.extra is not None:  # lengths below 0 are 0, in a plan that has more
+        none, less = (torch.tensor([17, n, 5], dtype=torch.int32) for n in (0, -1))
+        want, got = (job.run(kernel, extra_length=x) for x in (none, less))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        assert not torch.equal(want[0][1], result[0][1])
 
 
 @of(EVERY, ROWS)
