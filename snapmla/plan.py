@@ -158,7 +158,7 @@ def plan_decode(
             SM100.
         cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
             ``fp8``, torch.bfloat16, torch.float16, ``fp8_ds_mla`` or ``fp8_v4``; kernels of the
-            last two are compiled when they are asked for: no GPU has run them yet.
+            last two are compiled when they are asked for.
         num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
             num_kv_heads, read KV head j.
 

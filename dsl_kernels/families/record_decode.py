@@ -32,7 +32,7 @@ MODULES = {
 
 
 def points(_arch: str) -> Iterator[Values]:
-    """None: they are built when they are asked for, no GPU has run them yet."""
+    """None: they are built when they are asked for."""
     return iter(())
 
 

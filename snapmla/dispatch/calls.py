@@ -25,7 +25,7 @@ from snapmla.errors import VariantError
 OPS: dict[str, DecodeOp] = {each.family.op: each for each in (FP8_DECODE, DENSE_DECODE)}
 SPARSE = {each.family.op for each in SPARSE_OPS.values()}
 DECODED = tuple(name for each in OPS.values() for name in each.family.formats)
-# Formats that attention reads; of bytes each has an op, whose kernels no GPU has run yet: they are
+# Formats that attention reads; of bytes each has an op, whose kernels are
 # built when they are asked for.
 _BY_FORMAT: dict[str, DecodeOp] = {
     **{name: each for each in OPS.values() for name in each.family.formats}, **RECORD_OPS
