@@ -144,8 +144,8 @@ def error(contender: Contender, caches: list[PagedKVCache], lists: Lists) -> flo
         logits = contender.query[i, s] @ kv.T * SCALE
         top = torch.logsumexp(logits, -1)
         want = torch.exp(logits - top[:, None]) @ kv
-        worst = max(worst, metrics.relative_l2(out[i, s, :heads], want))
-        if float((lse[i, :heads, s] - top).abs().max()) > 5e-3:
+        worst = metrics.largest(worst, metrics.relative_l2(out[i, s, :heads], want))
+        if not float((lse[i, :heads, s] - top).abs().max()) <= 5e-3:  # nor NaN
             return float("inf")
     return worst
 
