@@ -117,7 +117,7 @@ def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
 def test_decode_in_a_graph(cache: str, heads: int, rows: int) -> None:
     """``snapmla.decode`` by a plan of its own, replayed over other lengths: as eager; and right."""
     spec, _ = kernel_of(rows, "cuda", cache=cache)
-    shape = PagedShape(heads, 1024, (1000, 300), 64, 2, layout="padded", row_tile=rows)
+    shape = PagedShape(heads, 1024, (1000, 300), 64, 2, layout="packed", row_tile=rows)
     job = PagedRecordJob(spec, shape)
     q, kv, table, lengths = (
         placed(x, "cuda") for x in (job.q16, job.cache, job.table, job.lengths)
