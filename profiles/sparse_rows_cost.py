@@ -5,7 +5,7 @@
 A query token a sequence.  The peers read the same rows by the same lists:
 
 * FlashAttention-3, as vLLM's backend FLASH_ATTN_MLA_SPARSE calls it: a token of the cache is a
-  page, so the list is the block table; RoPE is K, content is V, and its queries are ``q_v``.  It
+  page, so the list is the block table; RoPE is K, content is V, and its queries come apart.  It
   takes any number of heads.
 * FlashMLA's prefill kernel, as vLLM's FLASHMLA_SPARSE calls it: 64 or 128 heads, others are padded.
 
