@@ -302,7 +302,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("cache.py", "self.page_size, self.num_kv_heads))", "self.page_size))",
            "host/test_cache.py::test_a_place_is_of_one_shape",
            "tokens of one head go to a cache of two in the same memory"),
-    Mutant("cache.py", "self.format, self.page_size", "self.page_size",
+    Mutant("cache.py", "self.format, self.page_size, self.num_kv", "self.page_size, self.num_kv",
            "host/test_cache.py::test_a_place_is_of_one_shape",
            "a cache of the other 16-bit format in the same memory is read by a known call"),
     Mutant("cache.py", "cache.content_u8), _planes(cache, cache.content)",

@@ -45,6 +45,9 @@ def test_variant(spec: VariantSpec, built: Report, variant_dir: Path) -> None:
     assert record.static_smem + record.dynamic_smem <= audit.SMEM_LIMIT
     if spec.op == "decode":
         mmas = {"sm_90a": ("QGMMA", "HGMMA"), "sm_100a": ("UTCQMMA", "UTCHMMA")}[spec.arch]
+        if spec.pipeline == "f16":
+            mmas = mmas[1:]
+            assert "QGMMA" not in record.sass
         assert all(record.sass[opcode] > 0 for opcode in (*mmas, "UTMALDG"))
         assert bool(record.tmem_columns) == (spec.arch == "sm_100a")
     if spec.op == "dense_decode" and spec.arch == "sm_100a":

@@ -10,6 +10,7 @@ import torch
 from profiles import sparse_bounds_cost as bounds
 from profiles.sparse_cost import Contender
 from snapmla import runtime
+from snapmla.dispatch import PIPELINES
 from snapmla.errors import VariantError
 from snapmla.sparse.plan import variant_of
 
@@ -20,7 +21,7 @@ class Plan:
     """All that is asked of a plan."""
 
     def __init__(self, row_tile: int, cache: str) -> None:
-        self.variant = variant_of(CPU, row_tile, 1, cache)
+        self.variant = variant_of(CPU, PIPELINES[cache], row_tile, 1, cache)
 
 
 def contender(plan: Plan, calls: list[Any]) -> Contender:
