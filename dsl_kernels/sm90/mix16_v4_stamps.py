@@ -4,14 +4,13 @@ common/stamps.py has a word an event, which leaves the last item's time.  Here a
 for each of its first ``KEPT`` times, and there are more events: where an item's time goes is what
 short lists ask.  profiles/item_stamps.py reads them.
 
-Records lie at the beginning of the slot ``SLOTS`` before the end of ``o_accum``, CTA (x, part) at
-x + part * CTAs of a part, as (EVENTS, KEPT) words; word i of an event is its i-th time.  How often
-it has happened is counted in shared memory, by the one thread that records it.
+Records lie at the beginning of the last ``SLOTS`` slots of ``o_accum``, CTA (x, part) at x + part *
+CTAs of a part, as (EVENTS, KEPT) words; word i of an event is its i-th time.  How often it has
+happened is counted in shared memory, by the one thread that records it.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -21,6 +20,7 @@ from cutlass import Int32, Int64, const_expr
 from ..common.gather_v4 import GatherV4
 from ..common.smem import array
 from ..common.stamps import WARPGROUP, Stamps
+from ..item_stamp import EVENTS, KEPT, SLOTS, Event
 from ..stamp import Stamp
 from .mix16_parts import RecordQueries
 from .mix16_v4 import Mix16V4
@@ -29,34 +29,7 @@ from .mix16_v4_parts import V4Parts, V4Scales, V4Softmax
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-EVENTS, KEPT, SLOTS = 20, 8, 8
 WARP = 32
-
-
-class Event(IntEnum):
-    """What is recorded, each by the first thread of its warp or warpgroup."""
-
-    ENTRY = 0  # first instructions of the kernel
-    WAITED = 1  # behind the PDL wait
-    STAGE_WANTED = 2  # a tile's rows are known, by gather warp 0
-    STAGE_FREE = 3
-    COPIES_ISSUED = 4
-    Q_WANTED = 5  # an item's rows of Q are known, by warp 1
-    Q_ASKED = 6  # their stage is free
-    LANDED = 7  # a tile's bytes, as the announcer sees it
-    SCALES_MADE = 8
-    Q_THERE = 9  # as softmax sees it
-    Q_CONVERTED = 10
-    TILE_THERE = 11
-    SCORES = 12  # of a tile
-    P_GIVEN = 13  # of a tile
-    SUMS_GIVEN = 14  # 1 / row sums of an item
-    P_TAKEN = 15  # by the first half of P.V
-    PRODUCTS_END = 16  # of an item
-    ROWS_WRITTEN = 17  # of an item
-    ITEM_BEGUN = 18  # by softmax, its words read
-
-
 # What common code records anyway -> here
 KNOWN = {
     Stamp.ENTRY: Event.ENTRY,
@@ -101,6 +74,9 @@ class ItemStamps(Stamps):
             tidx, _, _ = cute.arch.thread_idx()
             self._put(results, int(KNOWN[word]), (tidx % WARPGROUP == 0) & when, value)
 
+    def marker(self, results, word) -> None:
+        """Nothing: no function goes through the announcer's loops."""
+
     def mark(self, event: Event, threads: int = WARPGROUP) -> None:
         """The time, by the first of so many threads that stand together."""
         if self.on:
@@ -116,7 +92,9 @@ class ItemStamps(Stamps):
             slot = t.iterator + Int64(t.shape[0] - SLOTS) * t.stride[0]
             words = cute.make_tensor(
                 cute.recast_ptr(slot, dtype=Int32),
-                cute.make_layout((KEPT, EVENTS, ctas * (part + 1)), stride=(1, KEPT, KEPT * EVENTS)),
+                cute.make_layout(
+                    (KEPT, EVENTS, ctas * (part + 1)), stride=(1, KEPT, KEPT * EVENTS)
+                ),
             )
             counts = self.st.stamp_counts.get_tensor(cute.make_layout(EVENTS))
             n = counts[event]
