@@ -7,12 +7,12 @@ the rows that see the token NaN.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp
 
 from .. import compat
@@ -25,6 +25,7 @@ from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
+from ..stamp import Stamp
 from .mix16_parts import (
     APART,
     LEAST_KEY_SIGMA,
@@ -173,9 +174,63 @@ class V4Parts(Parts):
         return dict(**super().tile_fields(layouts), pr=array(BF16, cute.cosize(layouts.p), 1024))
 
 
+class FreedEarly:
+    """The ring of Q as the softmax role's loop knows it, which would free a stage behind the last
+    tile's softmax.
+
+    Attributes:
+        pipe: the ring.
+    """
+
+    def __init__(self, pipe):
+        self.pipe, self.consumer_wait = pipe, pipe.consumer_wait
+
+    def consumer_release(self, state) -> None:
+        """Nothing."""
+
+
 class V4Softmax(MixSoftmax):
     """The softmax warpgroup: one chain over the content for any number of rows, a unit a group;
-    P^T also in BF16, over sigma, for the RoPE channels of V."""
+    P^T also in BF16, over sigma, for the RoPE channels of V.
+
+    An item's Q is free when the last tile's Q.K is done: the next one's is on its way while that
+    tile's softmax and the row sums are computed.
+
+    Attributes:
+        ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
+    """
+
+    ending: Any = None
+
+    def loop(self, cta) -> None:
+        """The role, from the first item to the last."""
+        super().loop(cta._replace(q_pipe=FreedEarly(cta.q_pipe)))
+
+    @cute.jit
+    def tiles(self, cta, tools, span, states, rows_out, facts):
+        """As the base class'; Q's stage is free behind them."""
+        qst, kst, blocks = states
+        fresh = Int32(1)  # no token has been seen
+        if span[0] >= span[1]:
+            cta.q_pipe.pipe.consumer_release(qst)
+        for tile in cutlass.range(span[0], span[1], unroll=1):
+            cta.k_pipe.consumer_wait(kst)
+            self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
+            self.ending = qst, tile + 1 == span[1]
+            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
+            kst.advance()
+            blocks += 1
+        return kst, blocks
+
+    def free_stage(self, cta, kst) -> None:
+        """And of the last tile Q's."""
+        super().free_stage(cta, kst)
+        self._free_queries(cta, *self.ending)
+
+    @cute.jit
+    def _free_queries(self, cta, qst, last):
+        if last:
+            cta.q_pipe.pipe.consumer_release(qst)
 
     def __init__(self, parts: V4Parts):
         super().__init__(parts)
