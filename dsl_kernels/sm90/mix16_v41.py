@@ -5,10 +5,8 @@ A token is 512 e4m3 channels with a power-of-two scale for each 32; roles and ti
 mix16_content.py's.  Two groups share the 64 channels of a unit of Q.K and of a P.V warp, so a
 product has two ratios.
 
-Scales (announcer warp).  sigma of a token is its largest scale, but at least 2^-40 of the largest
-that the item has seen so far (mix16_parts.py).  A group's ratio is its scale / sigma, in f16, exact
-down to 2^-24; one serves K and V, as K's sigma is V's.  Byte 0 (2^-127) counts as 0, byte 255
-makes the rows that see the token NaN.
+Scales (announcer warp).  sigma, ratios and facts are mix16_v4_parts.py's, of sixteen groups; one
+ratio serves K and V, as K's sigma is V's.
 
 Registers as mix16_v4.py's, whose announcer has as much to do.
 
@@ -26,7 +24,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from ..cache_records import v41
-from ..cache_records.ds_mla import LEAST_SCALE
 from ..cache_records.v41 import GROUP, SCALES
 from ..common.gather_v4 import TwoLists
 from ..common.gather_v41 import GatherV41
@@ -46,15 +43,9 @@ from .mix16_content import (
     budget_of,
     infeasible_because,
 )
-from .mix16_parts import (
-    APART,
-    SUM_FACTOR,
-    RecordQueries,
-    RecordScales,
-    larger_halves,
-    pack_f16,
-)
+from .mix16_parts import SUM_FACTOR, RecordQueries, RecordScales, larger_halves, pack_f16
 from .mix16_pv import VTile
+from .mix16_v4_parts import EXPONENT_AT, of_tile
 from .roles import K_READERS, Q_READERS
 
 if TYPE_CHECKING:
@@ -68,8 +59,7 @@ QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
 STEPS = 4  # k steps that are converted at once
 UNIT_GROUPS = 16 * STEPS // GROUP  # of them, and of a P.V warp
-LOWEST_EXPONENT = 23  # bit of an fp32 number where its exponent begins
-EXPONENT = 255 << LOWEST_EXPONENT
+EXPONENT = 255 << EXPONENT_AT
 
 
 class V41Scales(RecordScales):
@@ -94,12 +84,12 @@ class V41Scales(RecordScales):
         while len(pairs) > 1:
             pairs = [larger_halves(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
         most = cutlass.max(pairs[0] & Uint32(0xFFFF), pairs[0] >> Uint32(16))
-        return (most << Uint32(LOWEST_EXPONENT)).bitcast(Float32)
+        return (most << Uint32(EXPONENT_AT)).bitcast(Float32)
 
     @staticmethod
     def _scale(word, g: int):
         """fp32: scale ``g`` of a word."""
-        up = LOWEST_EXPONENT - 8 * g
+        up = EXPONENT_AT - 8 * g
         bits = word << Uint32(up) if up > 0 else word >> Uint32(-up)
         return (bits & Uint32(EXPONENT)).bitcast(Float32)
 
@@ -111,13 +101,7 @@ class V41Scales(RecordScales):
             words = cute.make_rmem_tensor((QUADS,), U32)
             cute.autovec_copy(scales[None, 2 * lane + e, stage], words)
             largest.append(self._largest([words[i] for i in range(QUADS)]))
-        here = cute.arch.fmax(largest[0], largest[1])
-        for bit in cutlass.range_constexpr(5):
-            here = cute.arch.fmax(here, cute.arch.shuffle_sync_bfly(here, 1 << bit))
-        top = cute.arch.fmax(top, here)
-        least = cute.arch.fmax(top * APART, Float32(LEAST_SCALE))
-        some = cute.arch.vote_any_sync(named[0] | named[1])
-        some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
+        top, least, some = of_tile(largest, named, top)
         inverse = []
         for e in cutlass.range_constexpr(2):
             sigma = cute.arch.fmax(largest[e], least)

@@ -21,26 +21,14 @@ from ..cache_records.v4 import GROUPS, RECORD
 from ..common.gather_pages import AnyPages
 from ..common.gather_pages_v4 import GatherPagesV4
 from ..common.gather_v4 import LINES
-from ..common.stamps import Stamps
 from ..common.types import U8, U32
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
-from . import mix16, mix16_v4
+from . import mix16_v4
 from .decode import Decode, infeasible
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
-from .mix16_parts import RecordQueries
-from .mix16_v4_parts import (
-    EXPONENT_AT,
-    LINE,
-    Q_FORMAT,
-    C,
-    V4Parts,
-    V4QueryRows,
-    V4Scales,
-    V4Softmax,
-)
-from .roles import K_READERS, Q_READERS
+from .mix16_v4_parts import EXPONENT_AT, LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -142,36 +130,27 @@ class PagedV4Scales(V4Scales):
         cute.autovec_copy(zero, line)
 
 
-class PagedV4Parts(V4Parts):
-    """What the roles share (``decode.Parts``)."""
-
-    queries: LimitedV4Rows
-
-    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
-        self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = AnyPages(TILE)
-        self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
-        )
-        self.loads = GatherPagesV4(
-            self.work, stages=stages, q_stages=q_stages, readers=K_READERS, by_lines=True,
-            halves=bool(spec.halves),
-        )  # fmt: skip
-        self.scales = PagedV4Scales(stages)
-        self.queries = LimitedV4Rows(self.rows, sum(Q_READERS.values()))
-        self.stamps = Stamps(bool(spec.stamps))
-
-
 class PagedV4Softmax(PagedSoftmax, V4Softmax):
     """``V4Softmax`` of rows that see more or less of a sequence."""
+
+
+class PagedV4Parts(V4Parts):
+    """``V4Parts`` of pages."""
+
+    lists, loader = AnyPages, GatherPagesV4
+    scales_of, rows_of_q = PagedV4Scales, LimitedV4Rows
+    queries: LimitedV4Rows
 
 
 class PagedMix16V4(mix16_v4.Mix16V4):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
+    parts_class, softmax_class = PagedV4Parts, PagedV4Softmax
+
     def __init__(self, spec: VariantSpec):
-        stages, q_stages = mix16.stages_of(spec), mix16.q_stages(spec)
-        self.parts, self.budget = PagedV4Parts(spec, stages=stages, q_stages=q_stages), budget(spec)
-        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = PagedV4Softmax(self.parts)
+        super().__init__(spec)
+        self.budget = budget(spec)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
+
+    def ends_of(self, gmem, call, i, batch) -> None:
+        """Nothing: pages have no ``GmemAhead``."""

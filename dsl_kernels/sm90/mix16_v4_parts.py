@@ -63,6 +63,25 @@ def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
     )
 
 
+def of_tile(largest, named, top):
+    """(``top`` with this tile, the least sigma, whether the tile has a token: 1 or 0), by all lanes
+    of the announcer.
+
+    Args:
+        largest: scales of the lane's two tokens.
+        named: which of them are there.
+        top: the largest scale of the item's tiles before.
+    """
+    here = cute.arch.fmax(largest[0], largest[1])
+    for bit in range(5):
+        here = cute.arch.fmax(here, cute.arch.shuffle_sync_bfly(here, 1 << bit))
+    top = cute.arch.fmax(top, here)
+    least = cute.arch.fmax(top * APART, Float32(LEAST_SCALE))
+    some = cute.arch.vote_any_sync(named[0] | named[1])
+    some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
+    return top, least, some
+
+
 class V4QueryRows(QueryRows):
     """``QueryRows`` of seven column blocks: the last lanes have one block, not two."""
 
@@ -115,13 +134,7 @@ class V4Scales(RecordScales):
             for g in cutlass.range_constexpr(1, GROUPS):
                 most = cute.arch.fmax(most, self._scale(words, e, g))
             largest.append(most)
-        here = cute.arch.fmax(largest[0], largest[1])
-        for bit in cutlass.range_constexpr(5):
-            here = cute.arch.fmax(here, cute.arch.shuffle_sync_bfly(here, 1 << bit))
-        top = cute.arch.fmax(top, here)
-        least = cute.arch.fmax(top * APART, Float32(LEAST_SCALE))
-        some = cute.arch.vote_any_sync(named[0] | named[1])
-        some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
+        top, least, some = of_tile(largest, named, top)
         inverse = []
         for e in cutlass.range_constexpr(2):
             sigma = cute.arch.fmax(largest[e], least)
@@ -150,14 +163,15 @@ class V4Parts(Parts):
     """``Parts`` of V4's pages.
 
     Attributes:
-        loader, queries_of, scales_of: classes of its members.
+        lists, loader, queries_of, scales_of, rows_of_q: classes of its members.
     """
 
-    loader, queries_of, scales_of = GatherV4, RecordQueries, V4Scales
+    lists: Any = TwoLists
+    loader, queries_of, scales_of, rows_of_q = GatherV4, RecordQueries, V4Scales, V4QueryRows
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = TwoLists(TILE)
+        self.work = self.lists(TILE)
         self.q_tiles = self.queries_of(
             Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )
@@ -166,7 +180,7 @@ class V4Parts(Parts):
             halves=bool(spec.halves),
         )  # fmt: skip
         self.scales = self.scales_of(stages)
-        self.queries = V4QueryRows(self.rows, sum(Q_READERS.values()))
+        self.queries = self.rows_of_q(self.rows, sum(Q_READERS.values()))
         self.stamps = Stamps(bool(spec.stamps))
 
     def tile_fields(self, layouts: Layouts) -> dict:
