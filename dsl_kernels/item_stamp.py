@@ -20,7 +20,7 @@ class Event(IntEnum):
     STAGE_WANTED = 2  # a tile's rows are known, by gather warp 0
     STAGE_FREE = 3
     COPIES_ISSUED = 4
-    Q_WANTED = 5  # an item's rows of Q are known, by warp 1
+    Q_WANTED = 5  # an item's rows of Q are known, by the warp that asks for them
     Q_ASKED = 6  # their stage is free
     LANDED = 7  # a tile's bytes, as the announcer sees it
     SCALES_MADE = 8

@@ -40,10 +40,9 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from .. import compat
 from ..common import budget as bud
 from ..common.epilogue import Held, Shared, Woven, write_rows
 from ..common.gather_v4 import LINES
@@ -74,7 +73,6 @@ COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 BLOCK = 64  # channels of d_v that a warpgroup's instruction has
 BLOCKS = D // 2 // BLOCK  # a P.V warpgroup's
 LINE = 128
-FIRST_OF_PV = 2 * WARPGROUP  # thread
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -120,16 +118,7 @@ def build(spec: VariantSpec):
         pipeline = mix16_v4_stamps.StampedV4(spec)
     else:
         pipeline = Mix16V4(spec)
-    return TwoListEntry(Decode(spec, pipeline), ahead=True), fake_args(spec)
-
-
-@compat.dsl_user_op
-def prefetch(source, size, *, loc=None, ip=None):
-    """``size`` bytes of global memory, a multiple of 16, to L2."""
-    compat.inline_ptx(
-        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
-        read_only_args=[source, size], loc=loc, ip=ip,
-    )  # fmt: skip
+    return TwoListEntry(Decode(spec, pipeline)), fake_args(spec)
 
 
 class Operands(NamedTuple):
@@ -196,28 +185,6 @@ class Mix16V4(mix16.Mix16):
         else:
             claim_registers(self.budget, self.pv_regs)
             self.pv_loop(cta, 1)
-
-    # ---------------------------------------------------------------- the next item's queries
-
-    def ends_of(self, gmem, call, i, batch) -> None:
-        """The next item's row tile of Q comes to L2, as there is no room for it in the SM before
-        softmax is through with this one's.  By P.V, which waits for P then."""
-        self.ask_ahead(gmem, call, i + 1)
-
-    @cute.jit
-    def ask_ahead(self, gmem, call, i):
-        tidx, _, _ = cute.arch.thread_idx()
-        _, part, _ = cute.arch.block_idx()
-        if tidx == FIRST_OF_PV:
-            work = self.parts.work
-            _, end = work.items_of(gmem.work, part)
-            if i < end:
-                batch, _, _, _ = work.item_at(gmem.work, i)
-                rows = work.rows_at(gmem.work, call, i, batch, self.rows_cta)
-                if compat.unsigned(rows.first) < compat.unsigned(call.rows):
-                    n = cutlass.min(call.rows - rows.first, self.rows_cta)
-                    first = gmem.queries.iterator + Int64(rows.first) * D
-                    prefetch(first.toint(), n * const_expr(2 * D))
 
     # ---------------------------------------------------------------- operands of P.V
 

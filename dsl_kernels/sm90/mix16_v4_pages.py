@@ -28,6 +28,7 @@ from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from . import mix16_v4
 from .decode import Decode, infeasible
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
+from .mix16_parts import RecordQueries
 from .mix16_v4_parts import EXPONENT_AT, LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class PagedV4Softmax(PagedSoftmax, V4Softmax):
 class PagedV4Parts(V4Parts):
     """``V4Parts`` of pages."""
 
-    lists, loader = AnyPages, GatherPagesV4
+    lists, loader, queries_of = AnyPages, GatherPagesV4, RecordQueries
     scales_of, rows_of_q = PagedV4Scales, LimitedV4Rows
     queries: LimitedV4Rows
 
@@ -151,6 +152,3 @@ class PagedMix16V4(mix16_v4.Mix16V4):
         super().__init__(spec)
         self.budget = budget(spec)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
-
-    def ends_of(self, gmem, call, i, batch) -> None:
-        """Nothing: pages have no ``GmemAhead``."""

@@ -13,13 +13,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Uint32
-from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu import cpasync, warp
 
 from .. import compat
 from ..cache_records.ds_mla import LEAST_SCALE
 from ..cache_records.v4 import CONTENT, GROUPS, SCALE_BYTES
 from ..common.cache_format import CacheFormat, Plane
-from ..common.gather_v4 import LINES, GatherV4, TwoLists
+from ..common.gather_v4 import LINES, GatherV4Lists, TwoLists
 from ..common.smem import array
 from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
@@ -80,6 +80,31 @@ def of_tile(largest, named, top):
     some = cute.arch.vote_any_sync(named[0] | named[1])
     some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
     return top, least, some
+
+
+class QueriesAhead(RecordQueries):
+    """``RecordQueries`` that come to L2 when they are asked for: ``tile_of_q.ahead(i)``."""
+
+    def issuer(self, st, pipe, layouts, source, work, call):
+        tile_of_q = super().issuer(st, pipe, layouts, source, work, call)
+
+        def ahead(i):
+            batch, *_ = self.work.item_at(work, i)
+            rows = self.work.rows_at(work, call, i, batch, self.rows)
+            for plane, loaded, tiles in self._planes(st, source, layouts):
+                _, tile = self._partition(plane, loaded, tiles, rows)
+                cute.prefetch(loaded.atom, tile)
+
+        tile_of_q.ahead = ahead
+        return tile_of_q
+
+    def _partition(self, plane, loaded, tiles, rows):
+        """(stages in shared memory, a row tile in global memory), as TMA's copies take them."""
+        moved = cute.domain_offset((rows.first, 0), loaded.coords)
+        return cpasync.tma_partition(
+            loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
+            cute.group_modes(cute.local_tile(moved, (self.rows, plane.width), (0, 0)), 0, 2),
+        )  # fmt: skip
 
 
 class V4QueryRows(QueryRows):
@@ -167,7 +192,8 @@ class V4Parts(Parts):
     """
 
     lists: Any = TwoLists
-    loader, queries_of, scales_of, rows_of_q = GatherV4, RecordQueries, V4Scales, V4QueryRows
+    loader: Any = GatherV4Lists
+    queries_of, scales_of, rows_of_q = QueriesAhead, V4Scales, V4QueryRows
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages

@@ -17,14 +17,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ..common.gather_v4 import GatherV4
+from ..common.gather_v4 import GatherV4Lists
 from ..common.smem import array
 from ..common.stamps import WARPGROUP, Stamps
 from ..item_stamp import EVENTS, KEPT, SLOTS, Event
 from ..stamp import Stamp
-from .mix16_parts import RecordQueries
 from .mix16_v4 import Mix16V4
-from .mix16_v4_parts import V4Parts, V4Scales, V4Softmax
+from .mix16_v4_parts import QueriesAhead, V4Parts, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -104,8 +103,8 @@ class ItemStamps(Stamps):
                 words[n, event, part * ctas + x] = time
 
 
-class StampedGather(GatherV4):
-    """``GatherV4`` that records.
+class StampedGather(GatherV4Lists):
+    """``GatherV4Lists`` that records.
 
     Attributes:
         stamps: the recorder.
@@ -131,8 +130,8 @@ class StampedGather(GatherV4):
         self.stamps.mark(Event.COPIES_ISSUED)
 
 
-class StampedQueries(RecordQueries):
-    """``RecordQueries`` that records."""
+class StampedQueries(QueriesAhead):
+    """``QueriesAhead`` that records."""
 
     stamps: ItemStamps
 

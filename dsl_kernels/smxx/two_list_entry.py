@@ -6,10 +6,10 @@ As record_entry.py's, but a query token may have a second list, over a second ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from .. import compat
 from ..cache_records.record import Record
@@ -25,24 +25,15 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 
-class GmemAhead(NamedTuple):
-    """``Gmem`` of kernels that ask for queries, too, before they load them."""
-
-    work: TwoWork
-    results: Results
-    queries: cute.Tensor  # bf16 (b_q, s_q, h, channels)
-
-
 class TwoListEntry:
     """Queries, two caches, a list over each.
 
     Attributes:
         decode: the kernel (decode_entry.py).
-        ahead: whether it asks for queries before it loads them: its ``Gmem`` is ``GmemAhead``.
     """
 
-    def __init__(self, decode: Any, *, ahead: bool = False):
-        self.decode, self.ahead = decode, ahead
+    def __init__(self, decode: Any):
+        self.decode = decode
 
     @cute.jit
     def __call__(
@@ -57,9 +48,7 @@ class TwoListEntry:
         work = TwoWork(
             indices, topk_length, work_items, part_begin, row_limits, extra_indices, extra_length
         )
-        gmem: Any = Gmem(work, Results(out, lse, o_accum, lse_accum, attn_sink))
-        if const_expr(self.ahead):
-            gmem = GmemAhead(*gmem, q)
+        gmem = Gmem(work, Results(out, lse, o_accum, lse_accum, attn_sink))
         tma = tensor_maps(self.decode, (q,), (cache, extra_cache))
         causal = Int32(0)
         call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse)
