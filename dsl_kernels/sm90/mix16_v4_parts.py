@@ -7,7 +7,7 @@ the rows that see the token NaN.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -214,7 +214,7 @@ class V4Parts(Parts):
         return dict(**super().tile_fields(layouts), pr=array(BF16, cute.cosize(layouts.p), 1024))
 
 
-class FreedEarly:
+class FreedEarly(NamedTuple):
     """The ring of Q as the softmax role's loop knows it, which would free a stage behind the last
     tile's softmax.
 
@@ -222,8 +222,11 @@ class FreedEarly:
         pipe: the ring.
     """
 
-    def __init__(self, pipe):
-        self.pipe, self.consumer_wait = pipe, pipe.consumer_wait
+    pipe: Any
+
+    def consumer_wait(self, state) -> None:
+        """Until a stage is full."""
+        self.pipe.consumer_wait(state)
 
     def consumer_release(self, state) -> None:
         """Nothing."""
@@ -256,11 +259,15 @@ class V4Softmax(MixSoftmax):
         for tile in cutlass.range(span[0], span[1], unroll=1):
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-            self.ending = qst, tile + 1 == span[1]
+            self._end_with(qst, tile + 1 == span[1])
             fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
             kst.advance()
             blocks += 1
         return kst, blocks
+
+    def _end_with(self, *ending) -> None:
+        """No loop may assign it: what it assigns goes from tile to tile."""
+        self.ending = ending
 
     def free_stage(self, cta, kst) -> None:
         """And of the last tile Q's."""
