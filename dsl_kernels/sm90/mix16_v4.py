@@ -25,6 +25,11 @@ Timeline of tile i (one stage of the K ring)
     softmax       | Q.K i: 7 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 | P i twice ->
     P.V           | V^T of 16 channels | wait P i | (RoPE, 4 WGMMAs) | 2 WGMMAs, convert .. | free i
 
+Lists are short, so items meet like this: Q's stage is free when the last tile's Q.K is done, the
+announcer has the next item's Q copied then (common/gather_v4.py), out of L2, where it was asked for
+a few tiles ago; while it comes, softmax gives the tile's P and the row sums.  Of 64 rows P.V's
+warps convert the first item's Q.
+
 Registers as mix16.py's.
 
 Shared memory, 64 rows and 3 stages (bytes)
@@ -38,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 import cutlass.tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, const_expr
@@ -59,8 +65,8 @@ from .bounds import only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout
 from .mix16_parts import SUM_FACTOR
-from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
-from .roles import FEW_ROWS, INV_RING, WARPGROUP, Layouts
+from .mix16_v4_parts import CONVERTED, STAGE_BYTES, C, V4ListSoftmax, V4Parts, layouts_of
+from .roles import FEW_ROWS, INV_RING, PV_WARPS, SOFTMAX_WARPS, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
 from .wgmma import issue, tiled_mma
 
@@ -162,7 +168,8 @@ class Mix16V4(mix16.Mix16):
         parts_class, softmax_class: of its members.
     """
 
-    parts_class, softmax_class = V4Parts, V4Softmax
+    parts_class: Any = V4Parts
+    softmax_class: Any = V4ListSoftmax
 
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget = parts_of(spec, self.parts_class), budget(spec)
@@ -185,6 +192,30 @@ class Mix16V4(mix16.Mix16):
         else:
             claim_registers(self.budget, self.pv_regs)
             self.pv_loop(cta, 1)
+
+    # ---------------------------------------------------------------- the first item's queries
+
+    def pv_loop(self, cta, half) -> None:
+        if getattr(self.softmax, "helped", False):
+            self.convert_first(cta, half)
+        super().pv_loop(cta, half)
+
+    @cute.jit
+    def convert_first(self, cta, half):
+        """The first item's Q to f16, as P.V has nothing else to do yet: eight rows a warp."""
+        tidx, _, _ = cute.arch.thread_idx()
+        span = self.parts.work.items_of(cta.gmem.work, cta.part)
+        if span[0] < span[1]:
+            qst = pipeline.make_pipeline_state(
+                pipeline.PipelineUserType.Consumer, self.parts.q_stages
+            )
+            cta.q_pipe.consumer_wait(qst)
+            wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+            self.parts.queries.convert_eight(cta.st, cta.call, half * SOFTMAX_WARPS + wwarp)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier_arrive(
+                barrier_id=CONVERTED, number_of_threads=32 * (SOFTMAX_WARPS + PV_WARPS)
+            )
 
     # ---------------------------------------------------------------- operands of P.V
 

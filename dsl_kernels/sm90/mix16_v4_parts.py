@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
 from .. import compat
@@ -37,7 +37,7 @@ from .mix16_parts import (
     pack_f16,
 )
 from .mix16_softmax import MixSoftmax
-from .roles import K_READERS, Q_READERS, Layouts
+from .roles import K_READERS, PV_WARPS, Q_READERS, SOFTMAX_WARPS, Layouts
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -51,6 +51,7 @@ STAGE_BYTES = TILE * (C + 2 * R + SCALE_BYTES + 4 * (4 + WORDS) + 2 * GROUPS)
 STEPS = 4  # k steps of a group, which are converted at once
 LINE = 128
 EXPONENT_AT = 23  # of an fp32 number
+CONVERTED = 4  # named barrier: P.V's warps have converted Q for softmax
 
 
 def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
@@ -111,6 +112,10 @@ class V4QueryRows(QueryRows):
     """``QueryRows`` of seven column blocks: the last lanes have one block, not two."""
 
     channels = C
+
+    def convert_eight(self, st, call, group) -> None:
+        """In place, rows from 8 ``group`` on of stage 0, by a warp; see ``convert``."""
+        self._eight_rows(st, Int32(0), call, group, cute.arch.lane_idx())
 
     def _line(self, at, x, part, block):
         """Address of a lane's column block of turn ``x``; where there is none, of the first."""
@@ -214,70 +219,9 @@ class V4Parts(Parts):
         return dict(**super().tile_fields(layouts), pr=array(BF16, cute.cosize(layouts.p), 1024))
 
 
-class FreedEarly(NamedTuple):
-    """The ring of Q as the softmax role's loop knows it, which would free a stage behind the last
-    tile's softmax.
-
-    Attributes:
-        pipe: the ring.
-    """
-
-    pipe: Any
-
-    def consumer_wait(self, state) -> None:
-        """Until a stage is full."""
-        self.pipe.consumer_wait(state)
-
-    def consumer_release(self, state) -> None:
-        """Nothing."""
-
-
 class V4Softmax(MixSoftmax):
     """The softmax warpgroup: one chain over the content for any number of rows, a unit a group;
-    P^T also in BF16, over sigma, for the RoPE channels of V.
-
-    An item's Q is free when the last tile's Q.K is done: the next one's is on its way while that
-    tile's softmax and the row sums are computed.
-
-    Attributes:
-        ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
-    """
-
-    ending: Any = None
-
-    def loop(self, cta) -> None:
-        """The role, from the first item to the last."""
-        super().loop(cta._replace(q_pipe=FreedEarly(cta.q_pipe)))
-
-    @cute.jit
-    def tiles(self, cta, tools, span, states, rows_out, facts):
-        """As the base class'; Q's stage is free behind them."""
-        qst, kst, blocks = states
-        fresh = Int32(1)  # no token has been seen
-        if span[0] >= span[1]:
-            cta.q_pipe.pipe.consumer_release(qst)
-        for tile in cutlass.range(span[0], span[1], unroll=1):
-            cta.k_pipe.consumer_wait(kst)
-            self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-            self._end_with(qst, tile + 1 == span[1])
-            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
-            kst.advance()
-            blocks += 1
-        return kst, blocks
-
-    def _end_with(self, *ending) -> None:
-        """No loop may assign it: what it assigns goes from tile to tile."""
-        self.ending = ending
-
-    def free_stage(self, cta, kst) -> None:
-        """And of the last tile Q's."""
-        super().free_stage(cta, kst)
-        self._free_queries(cta, *self.ending)
-
-    @cute.jit
-    def _free_queries(self, cta, qst, last):
-        if last:
-            cta.q_pipe.pipe.consumer_release(qst)
+    P^T also in BF16, over sigma, for the RoPE channels of V."""
 
     def __init__(self, parts: V4Parts):
         super().__init__(parts)
@@ -315,3 +259,89 @@ class V4Softmax(MixSoftmax):
             t[v] = t[v] * inverse[self.fragment.token(v)]
         base = st.pr.data_ptr().toint() + buf * (self.rows_cta * TILE * 2)
         self.store_p(base, t, wwarp, lane, BF16)
+
+
+class FreedEarly(NamedTuple):
+    """The ring of Q as the softmax role's loop knows it, which would free a stage behind the last
+    tile's softmax.
+
+    Attributes:
+        pipe: the ring.
+    """
+
+    pipe: Any
+
+    def consumer_wait(self, state) -> None:
+        """Until a stage is full."""
+        self.pipe.consumer_wait(state)
+
+    def consumer_release(self, state) -> None:
+        """Nothing."""
+
+
+class V4ListSoftmax(V4Softmax):
+    """``V4Softmax`` of lists, whose items are short.
+
+    An item's Q is free when the last tile's Q.K is done: the next one's is on its way while that
+    tile's softmax and the row sums are computed.  Of 64 rows P.V's warps convert the first item's
+    Q, eight rows each.
+
+    Attributes:
+        ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
+        helped: whether P.V converts the first item's Q.
+    """
+
+    ending: Any = None
+
+    def __init__(self, parts: V4Parts):
+        super().__init__(parts)
+        self.helped = parts.rows == 8 * PV_WARPS
+
+    def begin_queries(self, cta, qst, batch, rows, wwarp) -> None:
+        self._convert(cta, qst, wwarp)
+
+    @cute.jit
+    def _convert(self, cta, qst, wwarp):
+        if const_expr(self.helped):
+            if qst.count == 0:
+                cute.arch.barrier(
+                    barrier_id=CONVERTED, number_of_threads=32 * (SOFTMAX_WARPS + PV_WARPS)
+                )
+            else:
+                self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+        else:
+            self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+
+    def loop(self, cta) -> None:
+        """The role, from the first item to the last."""
+        super().loop(cta._replace(q_pipe=FreedEarly(cta.q_pipe)))
+
+    @cute.jit
+    def tiles(self, cta, tools, span, states, rows_out, facts):
+        """As the base class'; Q's stage is free behind them."""
+        qst, kst, blocks = states
+        fresh = Int32(1)  # no token has been seen
+        if span[0] >= span[1]:
+            cta.q_pipe.pipe.consumer_release(qst)
+        for tile in cutlass.range(span[0], span[1], unroll=1):
+            cta.k_pipe.consumer_wait(kst)
+            self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
+            self._end_with(qst, tile + 1 == span[1])
+            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
+            kst.advance()
+            blocks += 1
+        return kst, blocks
+
+    def _end_with(self, *ending) -> None:
+        """No loop may assign it: what it assigns goes from tile to tile."""
+        self.ending = ending
+
+    def free_stage(self, cta, kst) -> None:
+        """And of the last tile Q's."""
+        super().free_stage(cta, kst)
+        self._free_queries(cta, *self.ending)
+
+    @cute.jit
+    def _free_queries(self, cta, qst, last):
+        if last:
+            cta.q_pipe.pipe.consumer_release(qst)

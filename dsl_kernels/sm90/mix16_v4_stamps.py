@@ -23,7 +23,7 @@ from ..common.stamps import WARPGROUP, Stamps
 from ..item_stamp import EVENTS, KEPT, SLOTS, Event
 from ..stamp import Stamp
 from .mix16_v4 import Mix16V4
-from .mix16_v4_parts import QueriesAhead, V4Parts, V4Scales, V4Softmax
+from .mix16_v4_parts import QueriesAhead, V4ListSoftmax, V4Parts, V4Scales
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -173,8 +173,8 @@ class StampedParts(V4Parts):
         return {**self.stamps.fields, **super().tile_fields(layouts)}
 
 
-class StampedSoftmax(V4Softmax):
-    """``V4Softmax`` that records."""
+class StampedSoftmax(V4ListSoftmax):
+    """``V4ListSoftmax`` that records."""
 
     def loop(self, cta):
         self.parts.stamps.of(cta.st, cta.gmem.results)
