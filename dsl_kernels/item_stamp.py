@@ -24,8 +24,8 @@ class Event(IntEnum):
     Q_ASKED = 6  # their stage is free
     LANDED = 7  # a tile's bytes, as the announcer sees it
     SCALES_MADE = 8
-    Q_THERE = 9  # as softmax sees it
-    Q_CONVERTED = 10
+    Q_WAITED = 9  # softmax has nothing to do without an item's Q
+    Q_CONVERTED = 10  # as softmax sees it
     TILE_THERE = 11
     SCORES = 12  # of a tile
     P_GIVEN = 13  # of a tile

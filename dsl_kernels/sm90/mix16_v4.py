@@ -27,8 +27,8 @@ Timeline of tile i (one stage of the K ring)
 
 Lists are short, so items meet like this: Q's stage is free when the last tile's Q.K is done, the
 announcer has the next item's Q copied then (common/gather_v4.py), out of L2, where it was asked for
-a few tiles ago; while it comes, softmax gives the tile's P and the row sums.  Of 64 rows P.V's
-warps convert the first item's Q.
+a few tiles ago; while it comes, softmax gives the tile's P and the row sums, and P.V adds that
+tile's products.  P.V's warps convert it, before they write the item's rows.
 
 Registers as mix16.py's.
 
@@ -46,7 +46,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
@@ -60,13 +60,24 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.two_list_entry import TwoListEntry, fake_args
+from ..stamp import Stamp
 from . import mix16, transpose
 from .bounds import only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout
+from .item_notes import noted
 from .mix16_parts import SUM_FACTOR
-from .mix16_v4_parts import CONVERTED, STAGE_BYTES, C, V4ListSoftmax, V4Parts, layouts_of
-from .roles import FEW_ROWS, INV_RING, PV_WARPS, SOFTMAX_WARPS, WARPGROUP, Layouts
+from .mix16_v4_parts import (
+    CONVERTED,
+    CONVERTED_THREADS,
+    STAGE_BYTES,
+    C,
+    V4ListSoftmax,
+    V4Parts,
+    V4Softmax,
+    layouts_of,
+)
+from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
 from .wgmma import issue, tiled_mma
 
@@ -121,10 +132,10 @@ def build(spec: VariantSpec):
     if spec.stamps:
         from . import mix16_v4_stamps  # which is made of this module
 
-        pipeline = mix16_v4_stamps.StampedV4(spec)
+        made = mix16_v4_stamps.StampedV4(spec)
     else:
-        pipeline = Mix16V4(spec)
-    return TwoListEntry(Decode(spec, pipeline)), fake_args(spec)
+        made = ListsV4(spec)
+    return TwoListEntry(Decode(spec, made)), fake_args(spec)
 
 
 class Operands(NamedTuple):
@@ -169,7 +180,7 @@ class Mix16V4(mix16.Mix16):
     """
 
     parts_class: Any = V4Parts
-    softmax_class: Any = V4ListSoftmax
+    softmax_class: Any = V4Softmax
 
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget = parts_of(spec, self.parts_class), budget(spec)
@@ -192,30 +203,6 @@ class Mix16V4(mix16.Mix16):
         else:
             claim_registers(self.budget, self.pv_regs)
             self.pv_loop(cta, 1)
-
-    # ---------------------------------------------------------------- the first item's queries
-
-    def pv_loop(self, cta, half) -> None:
-        if getattr(self.softmax, "helped", False):
-            self.convert_first(cta, half)
-        super().pv_loop(cta, half)
-
-    @cute.jit
-    def convert_first(self, cta, half):
-        """The first item's Q to f16, as P.V has nothing else to do yet: eight rows a warp."""
-        tidx, _, _ = cute.arch.thread_idx()
-        span = self.parts.work.items_of(cta.gmem.work, cta.part)
-        if span[0] < span[1]:
-            qst = pipeline.make_pipeline_state(
-                pipeline.PipelineUserType.Consumer, self.parts.q_stages
-            )
-            cta.q_pipe.consumer_wait(qst)
-            wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-            self.parts.queries.convert_eight(cta.st, cta.call, half * SOFTMAX_WARPS + wwarp)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier_arrive(
-                barrier_id=CONVERTED, number_of_threads=32 * (SOFTMAX_WARPS + PV_WARPS)
-            )
 
     # ---------------------------------------------------------------- operands of P.V
 
@@ -348,3 +335,55 @@ class Mix16V4(mix16.Mix16):
             of_low, of_high = (cute.arch.shuffle_sync(x, source) for x in (low, high))
             out.append(cutlass.select_(upper, of_high, of_low))
         return out
+
+
+class ListsV4(Mix16V4):
+    """``Mix16V4`` of lists, which are short: P.V's warps convert each item's Q, the next one's
+    before they write an item's rows, while softmax is at its row sums."""
+
+    softmax_class = V4ListSoftmax
+
+    @cute.jit
+    def pv_loop(self, cta, half):
+        tidx, _, _ = cute.arch.thread_idx()
+        st, layouts, _, k_pipe, gmem, _, part = cta
+        span = self.parts.work.items_of(gmem.work, part)
+        shape = self.pv_mma().partition_shape_C((BLOCK, self.rows_cta))
+        acc_O = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
+        operands = self.pv_operands(st, layouts)
+        consumer = pipeline.PipelineUserType.Consumer
+        qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
+        kst = pipeline.make_pipeline_state(consumer, self.stages)
+        pst = pipeline.make_pipeline_state(consumer, P_STAGES)
+        items = Int32(0)  # behind us
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        self.convert(cta, qst, span[0] < span[1], half, wwarp)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            offset = self.own_offset(wwarp)
+            for d in cutlass.range_constexpr(BLOCKS):
+                acc_O[d].fill(0.0)
+            for _ in cutlass.range(first, last, unroll=1):
+                k_pipe.consumer_wait(kst)
+                self.pv_block(st, k_pipe, acc_O, operands, half, kst, pst, offset, wwarp)
+                kst.advance()
+                pst.advance()
+            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
+            qst.advance()
+            self.convert(cta, qst, i + 1 < span[1], half, wwarp)
+            INV_RING.wait_full(st, 0, items & 1)
+            slot, rows = noted(st, items, wwarp, self.rows_cta)
+            self.write_rows(st, gmem.results, acc_O, slot, rows, half, INV_RING)
+            self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
+            items += 1
+
+    @cute.jit
+    def convert(self, cta, qst, there, half, wwarp):
+        """An item's Q to f16, eight rows a warp, if it is ``there``; softmax hears of it."""
+        if there:
+            cta.q_pipe.consumer_wait(qst)
+            group = half * SOFTMAX_WARPS + wwarp
+            if group < self.rows_cta // 8:
+                self.parts.queries.eight_rows(cta.st, qst.index, cta.call, group)
+                cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier_arrive(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)

@@ -23,18 +23,24 @@ from ..common.gather_v4 import LINES, GatherV4Lists, TwoLists
 from ..common.smem import array
 from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
+from ..common.work_list import LOG2E
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..stamp import Stamp
+from .fragments import padded_size, row_position
 from .mix16_parts import (
     APART,
+    EXPONENT_BIAS,
     LEAST_KEY_SIGMA,
+    Q_TOP,
     SUM_FACTOR,
     Parts,
     QueryRows,
     RecordQueries,
     RecordScales,
+    larger_halves,
     pack_f16,
+    times_bf16,
 )
 from .mix16_softmax import MixSoftmax
 from .roles import K_READERS, PV_WARPS, Q_READERS, SOFTMAX_WARPS, Layouts
@@ -50,8 +56,10 @@ WORDS = 8  # of a token's ratios for K, one of them unused: two stores of 16 byt
 STAGE_BYTES = TILE * (C + 2 * R + SCALE_BYTES + 4 * (4 + WORDS) + 2 * GROUPS)
 STEPS = 4  # k steps of a group, which are converted at once
 LINE = 128
+HALF = 4  # chunks of 16 bytes of half a column block's line
 EXPONENT_AT = 23  # of an fp32 number
 CONVERTED = 4  # named barrier: P.V's warps have converted Q for softmax
+CONVERTED_THREADS = 32 * (SOFTMAX_WARPS + PV_WARPS)
 
 
 def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
@@ -113,10 +121,6 @@ class V4QueryRows(QueryRows):
 
     channels = C
 
-    def convert_eight(self, st, call, group) -> None:
-        """In place, rows from 8 ``group`` on of stage 0, by a warp; see ``convert``."""
-        self._eight_rows(st, Int32(0), call, group, cute.arch.lane_idx())
-
     def _line(self, at, x, part, block):
         """Address of a lane's column block of turn ``x``; where there is none, of the first."""
         there = part + 4 * x < BLOCKS
@@ -127,6 +131,49 @@ class V4QueryRows(QueryRows):
         """A lane's column block of turn ``x`` to f16, if there is one."""
         if part + 4 * x < BLOCKS:
             self._to_f16(line, lane, power)
+
+
+class FrugalRows(V4QueryRows):
+    """``V4QueryRows`` that P.V's warps convert, half a column block at a time: beside O they have
+    few registers, and a short loop is soon fetched, which each item finds cold."""
+
+    @cute.jit
+    def eight_rows(self, st, stage, call, group):
+        """In place, rows from 8 ``group`` on, by a warp whose lanes are dealt out as ``convert``
+        says."""
+        lane = cute.arch.lane_idx()
+        row, part = group * 8 + lane % 8, lane // 8
+        block = const_expr(self.rows * 128)
+        at = st.qc.data_ptr().toint() + stage * (self.rows * self.channels * 2) + row * 128
+        at = at + part * block
+        largest = Uint32(compat.opaque(Int32(0)))
+        for x in cutlass.range(4, unroll=1):
+            words = self._words(self._line(at, x // 2, part, block), lane, HALF, x % 2 * HALF)
+            largest = larger_halves(largest, self._largest(words))
+        at_r, rope = self._rope_words(st, stage, row, part, lane)
+        field = self._exponent(largest, self._largest(rope))
+        power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)  # of bf16
+        power = power | (power << Uint32(16))
+        self._store_rope(at_r, lane, rope, 2 * part, power)
+        if part == 0:
+            factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
+            back = ((field - Uint32(Q_TOP)) << Uint32(EXPONENT_AT)).bitcast(Float32)  # 2^-p
+            factors[row_position(row, self.rows)] = call.softmax_scale * LOG2E * back
+        for x in cutlass.range(4, unroll=1):
+            if part + x // 2 * 4 < BLOCKS:
+                self._half_to_f16(at + x // 2 * (4 * block), lane, x % 2 * HALF, power)
+
+    def _half_to_f16(self, line, lane, first, power):
+        """32 channels, chunks from ``first`` on; see ``_to_f16``."""
+        chunks = self._words(line, lane, HALF, first)
+        words = [times_bf16(four[w], power) for four in chunks for w in range(4)]
+        for c in range(HALF):
+            four = cute.make_rmem_tensor((4,), U32)
+            for i in range(4):
+                word = words[8 * (c // 2) + 2 * i + c % 2]
+                low = (word << Uint32(16)).bitcast(Float32)
+                four[i] = pack_f16(low, (word & Uint32(0xFFFF0000)).bitcast(Float32))
+            cute.autovec_copy(four, self._chunk(line, lane, first + c))
 
 
 class V4Scales(RecordScales):
@@ -198,7 +245,7 @@ class V4Parts(Parts):
 
     lists: Any = TwoLists
     loader: Any = GatherV4Lists
-    queries_of, scales_of, rows_of_q = QueriesAhead, V4Scales, V4QueryRows
+    queries_of, scales_of, rows_of_q = QueriesAhead, V4Scales, FrugalRows
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
@@ -262,8 +309,8 @@ class V4Softmax(MixSoftmax):
 
 
 class FreedEarly(NamedTuple):
-    """The ring of Q as the softmax role's loop knows it, which would free a stage behind the last
-    tile's softmax.
+    """The ring of Q as the softmax role's loop knows it, which would wait for a stage, as P.V does
+    here, and free it behind the last tile's softmax.
 
     Attributes:
         pipe: the ring.
@@ -272,8 +319,7 @@ class FreedEarly(NamedTuple):
     pipe: Any
 
     def consumer_wait(self, state) -> None:
-        """Until a stage is full."""
-        self.pipe.consumer_wait(state)
+        """Nothing."""
 
     def consumer_release(self, state) -> None:
         """Nothing."""
@@ -283,34 +329,17 @@ class V4ListSoftmax(V4Softmax):
     """``V4Softmax`` of lists, whose items are short.
 
     An item's Q is free when the last tile's Q.K is done: the next one's is on its way while that
-    tile's softmax and the row sums are computed.  Of 64 rows P.V's warps convert the first item's
-    Q, eight rows each.
+    tile's softmax and the row sums are computed.  P.V's warps convert it.
 
     Attributes:
         ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
-        helped: whether P.V converts the first item's Q.
     """
 
     ending: Any = None
 
-    def __init__(self, parts: V4Parts):
-        super().__init__(parts)
-        self.helped = parts.rows == 8 * PV_WARPS
-
     def begin_queries(self, cta, qst, batch, rows, wwarp) -> None:
-        self._convert(cta, qst, wwarp)
-
-    @cute.jit
-    def _convert(self, cta, qst, wwarp):
-        if const_expr(self.helped):
-            if qst.count == 0:
-                cute.arch.barrier(
-                    barrier_id=CONVERTED, number_of_threads=32 * (SOFTMAX_WARPS + PV_WARPS)
-                )
-            else:
-                self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
-        else:
-            self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+        """Nothing but to wait for P.V's warps."""
+        cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
 
     def loop(self, cta) -> None:
         """The role, from the first item to the last."""

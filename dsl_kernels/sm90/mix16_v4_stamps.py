@@ -22,7 +22,7 @@ from ..common.smem import array
 from ..common.stamps import WARPGROUP, Stamps
 from ..item_stamp import EVENTS, KEPT, SLOTS, Event
 from ..stamp import Stamp
-from .mix16_v4 import Mix16V4
+from .mix16_v4 import ListsV4
 from .mix16_v4_parts import QueriesAhead, V4ListSoftmax, V4Parts, V4Scales
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class StampedSoftmax(V4ListSoftmax):
         super().loop(cta)
 
     def begin_queries(self, cta, qst, batch, rows, wwarp):
-        self.parts.stamps.mark(Event.Q_THERE)
+        self.parts.stamps.mark(Event.Q_WAITED)
         super().begin_queries(cta, qst, batch, rows, wwarp)
         self.parts.stamps.mark(Event.Q_CONVERTED)
 
@@ -200,8 +200,8 @@ class StampedSoftmax(V4ListSoftmax):
         self.parts.stamps.mark(Event.SUMS_GIVEN)
 
 
-class StampedV4(Mix16V4):
-    """``Mix16V4`` that records."""
+class StampedV4(ListsV4):
+    """``ListsV4`` that records."""
 
     parts_class, softmax_class = StampedParts, StampedSoftmax
 
