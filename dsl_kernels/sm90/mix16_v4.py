@@ -311,11 +311,8 @@ class Mix16V4(mix16.Mix16):
             runs = {}
             for d in cutlass.range_constexpr(BLOCKS):
                 pair = cute.make_rmem_tensor((2,), Float32)
-                if const_expr(half == 1 and d + 1 == BLOCKS):
-                    pair[0], pair[1] = self.neighbours(acc_O[d][v], acc_O[d][v + 2], lane)
-                else:  # in this order: the product of both factors may be too small for fp32
-                    pair[0] = acc_O[d][v] * SUM_FACTOR
-                    pair[1] = acc_O[d][v + 2] * SUM_FACTOR
+                # in this order: the product of both factors may be too small for fp32
+                pair[0], pair[1] = self.pair_of(acc_O, d, v, half, lane)
                 for e in range(2):
                     pair[e] = pair[e] * inverse
                 runs[BLOCK * d] = pair
@@ -325,6 +322,13 @@ class Mix16V4(mix16.Mix16):
             cute.arch.sync_warp()
             if lane == 0:
                 frees.arrive_empty(st, 0)
+
+    def pair_of(self, acc_O, d: int, v: int, half, lane):
+        """Channels 2 g and 2 g + 1 of a block, without the row's factor."""
+        low, high = acc_O[d][v], acc_O[d][v + 2]
+        if half == 1 and d + 1 == BLOCKS:
+            return self.neighbours(low, high, lane)
+        return low * SUM_FACTOR, high * SUM_FACTOR
 
     @staticmethod
     def neighbours(low, high, lane):
@@ -344,9 +348,19 @@ class ListsV4(Mix16V4):
     softmax_class = V4ListSoftmax
 
     @cute.jit
+    def math_roles(self, cta, wg):
+        """Warpgroups of P.V have loops over tiles of their own, and the rest in common."""
+        if wg == 0:
+            claim_registers(self.budget, self.softmax_regs)
+            self.softmax.loop(cta)
+        else:
+            claim_registers(self.budget, self.pv_regs)
+            self.pv_loop(cta, wg - 1)
+
+    @cute.jit
     def pv_loop(self, cta, half):
         tidx, _, _ = cute.arch.thread_idx()
-        st, layouts, _, k_pipe, gmem, _, part = cta
+        st, layouts, gmem, part = cta.st, cta.layouts, cta.gmem, cta.part
         span = self.parts.work.items_of(gmem.work, part)
         shape = self.pv_mma().partition_shape_C((BLOCK, self.rows_cta))
         acc_O = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
@@ -363,19 +377,50 @@ class ListsV4(Mix16V4):
             offset = self.own_offset(wwarp)
             for d in cutlass.range_constexpr(BLOCKS):
                 acc_O[d].fill(0.0)
-            for _ in cutlass.range(first, last, unroll=1):
-                k_pipe.consumer_wait(kst)
-                self.pv_block(st, k_pipe, acc_O, operands, half, kst, pst, offset, wwarp)
-                kst.advance()
-                pst.advance()
+            if half == 0:
+                kst, pst = self.tiles_of(cta, acc_O, operands, 0, (first, last), kst, pst, offset)
+            else:
+                kst, pst = self.tiles_of(cta, acc_O, operands, 1, (first, last), kst, pst, offset)
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
             qst.advance()
             self.convert(cta, qst, i + 1 < span[1], half, wwarp)
+            self.align(acc_O[-1], half)
             INV_RING.wait_full(st, 0, items & 1)
             slot, rows = noted(st, items, wwarp, self.rows_cta)
             self.write_rows(st, gmem.results, acc_O, slot, rows, half, INV_RING)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             items += 1
+
+    @cute.jit
+    def tiles_of(self, cta, acc_O, operands, half: cutlass.Constexpr, span, kst, pst, offset):
+        """An item's tiles; returns the next states of the ring and of P."""
+        tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        for _ in cutlass.range(span[0], span[1], unroll=1):
+            cta.k_pipe.consumer_wait(kst)
+            self.pv_block(cta.st, cta.k_pipe, acc_O, operands, half, kst, pst, offset, wwarp)
+            kst.advance()
+            pst.advance()
+        return kst, pst
+
+    def pair_of(self, acc_O, d: int, v: int, half, lane):
+        """As the base class', of an O^T whose last block is as ``align`` leaves it."""
+        low, high = acc_O[d][v], acc_O[d][v + 2]
+        return (low, high) if d + 1 == BLOCKS else (low * SUM_FACTOR, high * SUM_FACTOR)
+
+    @cute.jit
+    def align(self, last, half):
+        """RoPE's block of O^T as content's are, whose sum factor that has: rows are written by one
+        code for both halves, which is fetched once."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.shuffle_sync(tidx % 32, tidx % 32)
+        if half == 0:
+            for v in cutlass.range_constexpr(self.rows_cta // 2):
+                last[v] = last[v] * SUM_FACTOR
+        else:
+            for x in cutlass.range_constexpr(self.rows_cta // 4):
+                v = 4 * (x // 2) + x % 2
+                last[v], last[v + 2] = self.neighbours(last[v], last[v + 2], lane)
 
     @cute.jit
     def convert(self, cta, qst, there, half, wwarp):

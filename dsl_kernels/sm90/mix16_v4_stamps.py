@@ -34,7 +34,6 @@ KNOWN = {
     Stamp.ENTRY: Event.ENTRY,
     Stamp.WAITED: Event.WAITED,
     Stamp.PRODUCTS_END: Event.PRODUCTS_END,
-    Stamp.ROWS_WRITTEN: Event.ROWS_WRITTEN,
 }
 
 
@@ -69,7 +68,7 @@ class ItemStamps(Stamps):
         """What common code records, where it is known here."""
         if not self.on:
             return
-        if word in KNOWN:
+        if isinstance(word, Stamp) and word in KNOWN:
             tidx, _, _ = cute.arch.thread_idx()
             self._put(results, int(KNOWN[word]), (tidx % WARPGROUP == 0) & when, value)
 
@@ -81,6 +80,12 @@ class ItemStamps(Stamps):
         if self.on:
             tidx, _, _ = cute.arch.thread_idx()
             self._put(self.results, int(event), tidx % threads == 0)
+
+    def mark_if(self, event: Event, wanted) -> None:
+        """``mark``, where ``wanted``."""
+        if self.on:
+            tidx, _, _ = cute.arch.thread_idx()
+            self._put(self.results, int(event), (tidx % WARPGROUP == 0) & wanted)
 
     @cute.jit
     def _put(self, results, event: cutlass.Constexpr, mine, value=None):
@@ -213,3 +218,7 @@ class StampedV4(ListsV4):
         if tile.half == 0:
             self.parts.stamps.mark(Event.P_TAKEN)
         super().products(st, acc_O, operands, kst, pst, tile, first)
+
+    def write_rows(self, st, results, acc_O, slot, rows, half, frees=None) -> None:
+        super().write_rows(st, results, acc_O, slot, rows, half, frees)
+        self.parts.stamps.mark_if(Event.ROWS_WRITTEN, half == 0)
