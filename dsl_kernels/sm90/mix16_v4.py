@@ -383,6 +383,8 @@ class ListsV4(Mix16V4):
                 kst, pst = self.tiles_of(cta, acc_O, operands, 1, (first, last), kst, pst, offset)
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
             qst.advance()
+            if first >= last:  # no P has told that softmax has heard of this item's Q
+                INV_RING.wait_full(st, 0, items & 1)
             self.convert(cta, qst, i + 1 < span[1], half, wwarp)
             self.align(acc_O[-1], half)
             INV_RING.wait_full(st, 0, items & 1)
