@@ -77,6 +77,7 @@ from .mix16_v4_parts import (
     V4Softmax,
     layouts_of,
 )
+from .mix16_v4_stamps import StampedProducts
 from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
 from .wgmma import issue, tiled_mma
@@ -129,13 +130,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    if spec.stamps:
-        from . import mix16_v4_stamps  # which is made of this module
-
-        made = mix16_v4_stamps.StampedV4(spec)
-    else:
-        made = ListsV4(spec)
-    return TwoListEntry(Decode(spec, made)), fake_args(spec)
+    made = StampedLists if spec.stamps else ListsV4
+    return TwoListEntry(Decode(spec, made(spec))), fake_args(spec)
 
 
 class Operands(NamedTuple):
@@ -434,3 +430,7 @@ class ListsV4(Mix16V4):
                 self.parts.queries.eight_rows(cta.st, qst.index, cta.call, group)
                 cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier_arrive(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
+
+
+class StampedLists(StampedProducts, ListsV4):
+    """``ListsV4`` that records its items' events."""

@@ -22,7 +22,6 @@ from ..common.smem import array
 from ..common.stamps import WARPGROUP, Stamps
 from ..item_stamp import EVENTS, KEPT, SLOTS, Event
 from ..stamp import Stamp
-from .mix16_v4 import ListsV4
 from .mix16_v4_parts import QueriesAhead, V4ListSoftmax, V4Parts, V4Scales
 
 if TYPE_CHECKING:
@@ -205,20 +204,21 @@ class StampedSoftmax(V4ListSoftmax):
         self.parts.stamps.mark(Event.SUMS_GIVEN)
 
 
-class StampedV4(ListsV4):
-    """``ListsV4`` that records."""
+class StampedProducts:
+    """What makes a pipeline record: in front of it among a class' bases."""
 
+    parts: Any
     parts_class, softmax_class = StampedParts, StampedSoftmax
 
     def pv_loop(self, cta, half):
         self.parts.stamps.of(cta.st, cta.gmem.results)
         super().pv_loop(cta, half)
 
-    def products(self, st, acc_O, operands, kst, pst, tile, first) -> None:
+    def products(self, st, acc_O, operands, kst, pst, tile, first):
         if tile.half == 0:
             self.parts.stamps.mark(Event.P_TAKEN)
         super().products(st, acc_O, operands, kst, pst, tile, first)
 
-    def write_rows(self, st, results, acc_O, slot, rows, half, frees=None) -> None:
+    def write_rows(self, st, results, acc_O, slot, rows, half, frees=None):
         super().write_rows(st, results, acc_O, slot, rows, half, frees)
         self.parts.stamps.mark_if(Event.ROWS_WRITTEN, half == 0)

@@ -104,6 +104,18 @@ def test_v4s_lists(rows: int, heads: int, page_size: int, layout: str, fmt: str)
     assert_right(job, result)
 
 
+@of(["fp8_v4"], ROWS)
+def test_items_without_tiles(name: str) -> None:
+    """Lists of no token one behind another between others, in one part, where Q may have two
+    stages: P.V's warps must not convert the next Q before softmax has heard of the last one."""
+    spec, kernel = kernel_of(name)
+    shape = RecordShape(5, 130, (70, 0, 0, 0, 130, 0), 64, parts=1)
+    for seed in range(3):
+        with using(Options(hazards="raise", seed=seed)):
+            result = (job := RecordJob(spec, shape)).run(kernel)
+        assert_right(job, result)
+
+
 @pytest.mark.parametrize("style", [s for s in record_job.STYLES if s != "plain"])
 @of(EVERY, ROWS)
 def test_numbers_that_move_frames(name: str, style: str) -> None:
