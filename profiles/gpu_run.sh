@@ -17,7 +17,8 @@
 #                              below at 960 or more: its own budget is then 900 s)
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
 #                              the record (profiles.test_record); SGLang's take build/sglang along
-#                              (python -m tests.support.carry_sglang makes it)
+#                              (python -m tests.support.carry_sglang makes it); runs of parts of
+#                              the files are one record by profiles.test_record join
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
@@ -255,7 +256,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
                 --junitxml "$work/tests.xml" ${files:-tests} 2>&1 | tee "$work/tests.log"
             local code=${PIPESTATUS[0]}
-            "$python" -m profiles.test_record "$work/tests.xml" --part "$part" --out "$work"
+            "$python" -m profiles.test_record page "$work/tests.xml" --part "$part" --out "$work"
             return "$code"
             ;;
         profile)
