@@ -116,7 +116,8 @@ def check(kind: str, given: Given, name: str, call: timing.Call) -> None:
         got = plane.cpu().contiguous()
         wrong = int((got.view(torch.uint8) != want[key].view(torch.uint8)).sum())
         if wrong:
-            raise ValueError(f"{name}, {kind}, {len(given['c_kv'])} tokens: {wrong} byte(s) of {key}")
+            count = len(given["c_kv"])
+            raise ValueError(f"{name}, {kind}, {count} tokens: {wrong} byte(s) of {key}")
 
 
 def alone(
