@@ -23,6 +23,9 @@
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
+#   append[:ARG,ARG...]        appending tokens, alone and in a step, beside vLLM's op
+#                              (profiles.append_cost ARG ARG...; append:--against,build/checkouts/NAME
+#                              beside a packed checkout)
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   f16                        decode with exact logits beside the default (profiles.logits_cost)
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
@@ -272,7 +275,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
         sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
-            sparse-prefill-cache | mha | dsa | dsa-step)
+            sparse-prefill-cache | mha | dsa | dsa-step | append)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
