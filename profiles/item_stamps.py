@@ -4,7 +4,7 @@ record them (dsl_kernels/sm90/mix16_v4_stamps.py).
     for rows in 16 64; do
         python -m codegen build sparse_decode_mix16_r${rows}_obf16_stamps1_kvfp8_v4_sm90a
     done
-    python -m profiles.item_stamps 128,2,128,0 2,2,128,512 --out profiles/results
+    python -m profiles.item_stamps 128x2x128x0 2x2x128x512 --out profiles/results
 
 A shape is batch, query tokens, heads, entries of the second list (0: none), and maybe heads of a
 CTA and tokens of a piece, as the tables of profiles.sparse_v4_cost have them.  Each event is told
@@ -41,7 +41,7 @@ from snapmla.sparse import two_lists
 from snapmla.sparse.lists import flat
 
 Shape = tuple[int, ...]
-SHAPES = ("128,2,128,0", "2,2,128,512", "2,2,64,1024", "128,1,16,512")
+SHAPES = ("128x2x128x0", "2x2x128x512", "2x2x64x1024", "128x1x16x512")
 LAUNCHES = 7
 NUMBERS = (cost.SCALE, 0.6931471805599453, -float("inf"))  # scale, LSE's factor, of empty rows
 
@@ -150,7 +150,7 @@ def table(seen: list[torch.Tensor]) -> list[str]:
 
 
 def main(
-    shapes: Annotated[list[str] | None, typer.Argument(help="Such as 128,2,128,0.")] = None,
+    shapes: Annotated[list[str] | None, typer.Argument(help="Such as 128x2x128x0.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/bench"),
     device: Annotated[str, typer.Option(help="cuda, or cpu for the software GPU.")] = "cuda",
 ) -> None:
@@ -169,7 +169,7 @@ def main(
     with torch.inference_mode():
         caches = [cost.filled(page_size, at) for page_size in cost.PAGES]
         for label in shapes or SHAPES:
-            found = measured(caches, tuple(int(word) for word in label.split(",")))
+            found = measured(caches, tuple(int(word) for word in label.split("x")))
             lines += found
             typer.echo("\n".join(found))
     write_atomic(out / "item_stamps.md", "\n".join(lines) + "\n")
