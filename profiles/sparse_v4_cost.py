@@ -57,7 +57,7 @@ SWEPT = (  # short work, of SHAPES
     (2, 2, 128, 512), (2, 2, 64, 1024), (32, 2, 128, 512), (128, 2, 128, 0), (128, 2, 64, 0),
     (128, 1, 64, 512),
 )  # fmt: skip
-ROW_TILES, SHARES = (64, 32, 16), (1, 2, 3, 5, 9)  # of a list, into how many pieces
+ROW_TILES, SHARES = (64, 32, 16), (1, 2, 3, 4, 5, 9)  # of a list, into how many pieces
 
 
 class Lists(NamedTuple):
