@@ -248,11 +248,14 @@ class PlanOptions:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
+    def kernel(
+        self, device: torch.device, s_q: int, size: dispatch.Size | None = None
+    ) -> VariantSpec:
         """The decode kernel on a device; checks what concerns it.
 
         Args:
             s_q: query tokens of a typical sequence.
+            size: all query tokens, and the tokens that each sees at most; None: not known yet.
         """
         spec = dispatch.choose(
             device, self.group, s_q, kernel_page_size(self.page_size), pipeline=self.pipeline,
@@ -310,7 +313,8 @@ def make_plan(
     max_pages = checks.integer("max_pages", shape.max_pages, 1, 2**31 // page_size - 1)
     device = cache_seqlens.device
     typical = queries.typical(batch, options.fixed_split_tokens is not None)
-    spec = options.kernel(device, typical)
+    seen = dispatch.Size(queries.total_q, max_pages * page_size)
+    spec = options.kernel(device, typical, seen)
     unit_rows = options.unit_rows(device, typical * group, spec)
     num_parts, fixed_overhead = options.num_parts, options.fixed_overhead
     if fixed_overhead is None:

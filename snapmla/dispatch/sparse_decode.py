@@ -29,7 +29,7 @@ ON_BLACKWELL = {
     "fp8_v41_rows": "there FlashMLA since 2e5429f serves these rows",
     "fp8_nope": "there FlashMLA's copy in SGLang serves these rows (V32_NO_ROPE)",
 }
-REFERENCE = Size(128, 2048)  # query tokens and entries of each, at which candidates are compared
+REFERENCE = Size(128, 2048)  # query tokens and entries of each, of a call that names none
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 
@@ -74,9 +74,14 @@ class SparseOp(DecodeOp):
 @dataclass(frozen=True)
 class SparseProblem(Problem):
     """What the host knows of a sparse decode: ``s_q`` is 1, a ``Size`` is query tokens, and entries
-    of each one's row."""
+    of each one's row.
+
+    Attributes:
+        size: the call's, at which candidates are compared.
+    """
 
     op: SparseOp
+    size: Size = REFERENCE
 
     def _costs(self) -> tuple[Costs | None, bool]:
         """This card's where it was measured, else those of another one of its architecture."""
@@ -88,7 +93,7 @@ class SparseProblem(Problem):
 
     @property
     def reference(self) -> Size:
-        return REFERENCE
+        return self.size
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
         """Of row tiles that the model cannot tell apart the one of fewest blocks, which read the

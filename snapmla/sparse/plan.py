@@ -90,11 +90,15 @@ class SparseOptions(PlanOptions):
         """An entry of ``indices`` names one token."""
         return checks.integer("page_size", self.page_size, 1, 1)
 
-    def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
-        """The kernel that the dispatcher names, however many query tokens there are."""
+    def kernel(
+        self, device: torch.device, s_q: int, size: dispatch.Size | None = None
+    ) -> VariantSpec:
+        """The kernel that the dispatcher names; with ``fixed_split_tokens`` however many query
+        tokens there are, as each row tile rounds in its own way."""
+        own = {} if size is None or self.fixed_split_tokens is not None else {"size": size}
         return dispatch.choose_sparse(
             dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
-            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
+            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name, **own,
         )  # fmt: skip
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
