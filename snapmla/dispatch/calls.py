@@ -135,9 +135,9 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
     Other cards than the one that was measured scale by clocks, nominal ones as contexts are short,
     and by their tensor cores.  The software GPU has no times: it cuts whatever there is to cut.
     """
-    op = OPS[spec.op]
-    tile = op.tile_ns.get((spec.pipeline, spec.row_tile), 0)
-    if device.type != "cuda" or not tile:
+    op = _op_of(spec)
+    tile = 0 if op is None else op.tile_ns.get((spec.pipeline, spec.row_tile), 0)
+    if device.type != "cuda" or op is None or not tile:
         return 0, 0
     card = card_of(device)
     measured = next(known for known in cards() if known.name == TILES_OF)
@@ -151,8 +151,13 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
 
 def longest_item(spec: VariantSpec) -> int:
     """Tokens that a kernel sums in one go, about; 0: any number."""
-    op = SPARSE_OPS[spec.cache_dtype] if spec.op in SPARSE else OPS.get(spec.op)
+    op = _op_of(spec)
     return 0 if op is None else op.longest_item(spec)
+
+
+def _op_of(spec: VariantSpec) -> DecodeOp | None:
+    """What the dispatcher knows of a variant's op."""
+    return SPARSE_OPS[spec.cache_dtype] if spec.op in SPARSE else OPS.get(spec.op)
 
 
 def op_of(cache: str) -> DecodeOp:

@@ -30,6 +30,7 @@ ON_BLACKWELL = {
     "fp8_nope": "there FlashMLA's copy in SGLang serves these rows (V32_NO_ROPE)",
 }
 REFERENCE = Size(128, 2048)  # query tokens and entries of each, of a call that names none
+MIX16_TILE_NS = {("mix16", 16): 1150, ("mix16", 32): 1500, ("mix16", 64): 2300}  # as ``tile_ns``
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 
@@ -128,7 +129,7 @@ def _mix16(fmt: str, **attributes: Any) -> SparseOp:
     )  # fmt: skip
     return _op(
         fmt, features={"mix16": features}, tensor_cycles=dense_decode.tensor_cycles,
-        effective_tflops=lambda card: card.bf16_tflops, **attributes,
+        effective_tflops=lambda card: card.bf16_tflops, tile_ns=MIX16_TILE_NS, **attributes,
     )  # fmt: skip
 
 
@@ -149,6 +150,7 @@ SPARSE_OPS = {
         exact={"sm_90a": "f16"},
         tensor_cycles=fp8_decode.tensor_cycles,
         effective_tflops=fp8_decode.effective_tflops,
+        tile_ns=fp8_decode.FP8_DECODE.tile_ns,
     ),
     "fp8_ds_mla": _mix16("fp8_ds_mla"),
     **{
