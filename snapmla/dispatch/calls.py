@@ -106,21 +106,22 @@ def choose_sparse(
     row_tile: int | None = None,
     accuracy: str = STANDARD,
     cache: str = DEFAULT,
-    size: Size = SPARSE_REFERENCE,
+    size: Size | None = None,
 ) -> VariantSpec:
     """The kernel for a sparse decode on a card; arguments and errors as of ``choose``.
 
     Args:
         cache: name of its format, ``fp8`` or ``fp8_ds_mla``.
-        size: query tokens, and entries of each one's row at most.  Few tokens of many heads are
-            faster on smaller row tiles, although these read each token more often: an item's fixed
-            time is most of theirs.
+        size: query tokens, and entries of each one's row at most; None: as many as
+            ``sparse_decode.REFERENCE``.  Few tokens of many heads are faster on smaller row tiles,
+            although these read each token more often: an item's fixed time is most of theirs.
     """
     op = SPARSE_OPS[cache]
     pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
     problem = SparseProblem(
         op, num_heads, 1, ANY_PAGE, FORMATS[cache].result(out_dtype), card,
-        pipeline, row_tile, p_terms, accuracy=accuracy, size=size,
+        pipeline, row_tile, p_terms, accuracy=accuracy,
+        size=size or SPARSE_REFERENCE,
     )  # fmt: skip
     best, reasons = contest.judge(problem)
     if best is None:

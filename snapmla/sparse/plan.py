@@ -95,10 +95,10 @@ class SparseOptions(PlanOptions):
     ) -> VariantSpec:
         """The kernel that the dispatcher names; with ``fixed_split_tokens`` however many query
         tokens there are, as each row tile rounds in its own way."""
-        own = {} if size is None or self.fixed_split_tokens is not None else {"size": size}
         return dispatch.choose_sparse(
             dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
-            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name, **own,
+            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
+            size=size if self.fixed_split_tokens is None else None,
         )  # fmt: skip
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
