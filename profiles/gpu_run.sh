@@ -40,6 +40,8 @@
 #   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
 #                              before pack: python -m codegen build of
 #                              sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 64, 32, 16
+#   sparse-tiles[:ARG,ARG...]  row tiles and cuts of sparse decode by size (profiles.sparse_tiles
+#                              ARG ARG...)
 #   sparse-528[:ARG,ARG...]    over tokens of 528 bytes beside 656 (profiles.sparse_528_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_decode_mix16_rR_obf16_kvF_sm90a, R of 64, 32, 16, F of
@@ -281,6 +283,10 @@ run_part() {
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
+            ;;
+        sparse-tiles)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.sparse_tiles --out "$work" ${what//,/ }
             ;;
         sparse-528)
             # shellcheck disable=SC2086  # a list of words
