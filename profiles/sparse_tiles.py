@@ -115,7 +115,7 @@ def main(
         f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
         f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
         "- µs a call in a graph; row tile, and whether lists are cut for balance", "",
-        f"| cache | query tokens × heads × entries | {columns} | chosen | its µs | least | regret |",
+        f"| cache | tokens × heads × entries | {columns} | chosen | its µs | least | regret |",
         "|---" * 12 + "|",
     ]  # fmt: skip
     torch.manual_seed(0)
