@@ -26,7 +26,7 @@ from snapmla.layouts import kernel_page_size
 ROWS = "bf16"  # of 16-bit caches the one that sparse attention reads
 PLAIN = "applied"  # the rope style of rows that come rotated
 INDICES = ("i64", "i32")
-SPARSE_TOKENS = (1, 8, 32, 128)  # query tokens of a step, as many as make a difference
+SPARSE_TOKENS = tuple(1 << i for i in range(8))  # query tokens of a step that may decide
 
 
 @dataclass(frozen=True)
