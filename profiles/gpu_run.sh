@@ -17,11 +17,15 @@
 #                              below at 960 or more: its own budget is then 900 s)
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
 #                              the record (profiles.test_record); SGLang's take build/sglang along
-#                              (python -m tests.support.carry_sglang makes it)
+#                              (python -m tests.support.carry_sglang makes it); runs of parts of
+#                              the files are one record by profiles.test_record join
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
+#   append[:ARG,ARG...]        appending tokens, alone and in a step, beside vLLM's op
+#                              (profiles.append_cost ARG ARG...; append:--against,build/checkouts/NAME
+#                              beside a packed checkout)
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   f16                        decode with exact logits beside the default (profiles.logits_cost)
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
@@ -36,6 +40,8 @@
 #   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
 #                              before pack: python -m codegen build of
 #                              sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 64, 32, 16
+#   sparse-tiles[:ARG,ARG...]  row tiles and cuts of sparse decode by size (profiles.sparse_tiles
+#                              ARG ARG...)
 #   sparse-528[:ARG,ARG...]    over tokens of 528 bytes beside 656 (profiles.sparse_528_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_decode_mix16_rR_obf16_kvF_sm90a, R of 64, 32, 16, F of
@@ -257,7 +263,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
                 --junitxml "$work/tests.xml" ${files:-tests} 2>&1 | tee "$work/tests.log"
             local code=${PIPESTATUS[0]}
-            "$python" -m profiles.test_record "$work/tests.xml" --part "$part" --out "$work"
+            "$python" -m profiles.test_record page "$work/tests.xml" --part "$part" --out "$work"
             return "$code"
             ;;
         profile)
@@ -273,10 +279,14 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
         sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
-            sparse-prefill-cache | mha | dsa | dsa-step)
+            sparse-prefill-cache | mha | dsa | dsa-step | append)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
+            ;;
+        sparse-tiles)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.sparse_tiles --out "$work" ${what//,/ }
             ;;
         sparse-528)
             # shellcheck disable=SC2086  # a list of words

@@ -20,6 +20,9 @@ from snapmla.layouts import kernel_page_size
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
 MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
+# What a call takes longer by launching merge, where nothing is split: the next kernel cannot begin
+# under this one's end (an H200, calls in a graph: ``sparse_v4_sweep``).
+LAUNCH_MERGE_NS = 6000
 MAX_STRETCHES = 4  # of a part whose items must not be too long (``Format.longest_item``)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
@@ -248,11 +251,14 @@ class PlanOptions:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
+    def kernel(
+        self, device: torch.device, s_q: int, size: dispatch.Size | None = None
+    ) -> VariantSpec:
         """The decode kernel on a device; checks what concerns it.
 
         Args:
             s_q: query tokens of a typical sequence.
+            size: all query tokens, and the tokens that each sees at most; None: not known yet.
         """
         spec = dispatch.choose(
             device, self.group, s_q, kernel_page_size(self.page_size), pipeline=self.pipeline,
@@ -276,11 +282,38 @@ class PlanOptions:
 
 
 class StepShape(NamedTuple):
-    """Extents of a step beside its batch, as ``plan_decode`` takes them; unchecked."""
+    """Extents of a step beside its batch, as ``plan_decode`` takes them; unchecked.
+
+    Attributes:
+        full: whether every sequence has ``max_pages`` pages, so that the host knows the plan.
+    """
 
     s_q: int | None
     max_pages: int
     total_q: int | None
+    full: bool = False
+
+
+class Load(NamedTuple):
+    """A step of equally long units.
+
+    Attributes:
+        units, parts, tiles: how many, and of each unit.
+        overhead: cost of an item beside its tiles, in tiles.
+    """
+
+    units: int
+    parts: int
+    tiles: int
+    overhead: int
+
+    def whole_is_faster(self, tile_ns: int) -> bool:
+        """Whether units that nobody cuts, so that no merge is launched, take no longer than parts
+        of equal cost; not without a tile's time."""
+        item = self.tiles + self.overhead
+        whole = -(-self.units // self.parts) * item
+        cut = max(-(-self.units * item // self.parts), self.overhead + 1)
+        return bool(tile_ns) and (whole - cut) * tile_ns <= LAUNCH_MERGE_NS
 
 
 # (cache_seqlens, slots, unit_rows, cache_dtype) -> (o_accum, lse_accum)
@@ -310,7 +343,8 @@ def make_plan(
     max_pages = checks.integer("max_pages", shape.max_pages, 1, 2**31 // page_size - 1)
     device = cache_seqlens.device
     typical = queries.typical(batch, options.fixed_split_tokens is not None)
-    spec = options.kernel(device, typical)
+    seen = dispatch.Size(queries.total_q, max_pages * page_size)
+    spec = options.kernel(device, typical, seen)
     unit_rows = options.unit_rows(device, typical * group, spec)
     num_parts, fixed_overhead = options.num_parts, options.fixed_overhead
     if fixed_overhead is None:
@@ -327,8 +361,11 @@ def make_plan(
         longest = most // spec.token_tile
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
-    items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
     tile_ns, read_ns = options.tile_times(device, spec)
+    load = Load(units, num_parts, max_tiles, fixed_overhead)
+    if shape.full and not split_tiles and stretches == 1 and load.whole_is_faster(tile_ns):
+        split_tiles = max_tiles
+    items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
 
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)

@@ -16,7 +16,8 @@ is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; bot
 
 The choice looks at shapes that fix a kernel's efficiency (rows, card), not at batch or lengths: a
 sequence meets the same kernel whatever else is in the batch, and the host does not know lengths
-anyway.
+anyway.  Sparse decode is the exception: its lists have a known width, and few query tokens want
+small row tiles, unless the plan's bits must be those of any batch (``fixed_split_tokens``).
 """
 
 from snapmla.dispatch.calls import (
@@ -31,7 +32,7 @@ from snapmla.dispatch.calls import (
     tile_times,
 )
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
-from snapmla.dispatch.contest import Explanation, Verdict
+from snapmla.dispatch.contest import Explanation, Size, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
 from snapmla.dispatch.needs import INDICES, PLAIN, Model, is_sparse, needs
 from snapmla.dispatch.sparse_decode import PIPELINES
@@ -45,6 +46,7 @@ __all__ = [
     "Card",
     "Explanation",
     "Model",
+    "Size",
     "Verdict",
     "cache_name",
     "card_named",

@@ -18,6 +18,7 @@ from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.dispatch.record_decode import RECORD_OPS
 from snapmla.dispatch.sparse_decode import ANY_PAGE, SPARSE_OPS, SparseProblem
+from snapmla.dispatch.sparse_decode import REFERENCE as SPARSE_REFERENCE
 from snapmla.errors import VariantError
 
 # What is known of each op that decodes; all of them are kinds of attention to every token of a
@@ -105,19 +106,22 @@ def choose_sparse(
     row_tile: int | None = None,
     accuracy: str = STANDARD,
     cache: str = DEFAULT,
+    size: Size | None = None,
 ) -> VariantSpec:
     """The kernel for a sparse decode on a card; arguments and errors as of ``choose``.
 
-    Depends on the heads and the card only: rows of several query tokens read other tokens.
-
     Args:
         cache: name of its format, ``fp8`` or ``fp8_ds_mla``.
+        size: query tokens, and entries of each one's row at most; None: as many as
+            ``sparse_decode.REFERENCE``.  Few tokens of many heads are faster on smaller row tiles,
+            although these read each token more often: an item's fixed time is most of theirs.
     """
     op = SPARSE_OPS[cache]
     pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
     problem = SparseProblem(
         op, num_heads, 1, ANY_PAGE, FORMATS[cache].result(out_dtype), card,
         pipeline, row_tile, p_terms, accuracy=accuracy,
+        size=size or SPARSE_REFERENCE,
     )  # fmt: skip
     best, reasons = contest.judge(problem)
     if best is None:
@@ -132,9 +136,9 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
     Other cards than the one that was measured scale by clocks, nominal ones as contexts are short,
     and by their tensor cores.  The software GPU has no times: it cuts whatever there is to cut.
     """
-    op = OPS[spec.op]
-    tile = op.tile_ns.get((spec.pipeline, spec.row_tile), 0)
-    if device.type != "cuda" or not tile:
+    op = _op_of(spec)
+    tile = 0 if op is None else op.tile_ns.get((spec.pipeline, spec.row_tile), 0)
+    if device.type != "cuda" or op is None or not tile:
         return 0, 0
     card = card_of(device)
     measured = next(known for known in cards() if known.name == TILES_OF)
@@ -148,8 +152,13 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
 
 def longest_item(spec: VariantSpec) -> int:
     """Tokens that a kernel sums in one go, about; 0: any number."""
-    op = SPARSE_OPS[spec.cache_dtype] if spec.op in SPARSE else OPS.get(spec.op)
+    op = _op_of(spec)
     return 0 if op is None else op.longest_item(spec)
+
+
+def _op_of(spec: VariantSpec) -> DecodeOp | None:
+    """What the dispatcher knows of a variant's op."""
+    return SPARSE_OPS[spec.cache_dtype] if spec.op in SPARSE else OPS.get(spec.op)
 
 
 def op_of(cache: str) -> DecodeOp:
@@ -244,7 +253,7 @@ def explain(
         page_size: 16, 32, 64 or 128 tokens; of a 16-bit cache also any multiple of 64, of
             bytes any number.
         batch, seqlen: the size that times are for (sequences, tokens each); they do not change the
-            choice.
+            choice, except of sparse decode.
         out_dtype: torch.bfloat16 (None) or torch.float32; of a 16-bit cache its dtype.
         device: whose card to ask about; None takes the current CUDA device, or an H200 without one.
         card: a card on file instead: ``H200``, ``H100 SXM``, ``H800 SXM``, ``H20`` or ``B200``;
@@ -275,7 +284,7 @@ def explain(
         size = Size(tokens, checks.integer("topk", topk, 1))
         sparse = _sparse_problem(
             num_heads, out_dtype, find_card(device, card), pipeline, row_tile, accuracy,
-            cache_dtype,
+            cache_dtype, size,
         )  # fmt: skip
         return contest.explain(sparse, size)
     cache_dtype = checks.cache_dtype(cache_dtype, more=tuple(RECORD_OPS))
@@ -312,14 +321,16 @@ def _sparse_problem(
     row_tile: int | None,
     accuracy: str,
     cache_dtype: str | torch.dtype,
+    size: Size,
 ) -> SparseProblem:
     """What ``explain`` asks of a sparse decode; checks it."""
     cache = sparse_cache_name(cache_dtype)
     op, out = SPARSE_OPS[cache], _out_name(cache, out_dtype)
     pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
     return SparseProblem(
-        op, num_heads, 1, ANY_PAGE, out, card, pipeline, row_tile, p_terms, accuracy=accuracy
-    )
+        op, num_heads, 1, ANY_PAGE, out, card, pipeline, row_tile, p_terms, accuracy=accuracy,
+        size=size,
+    )  # fmt: skip
 
 
 def sparse_cache_name(cache_dtype: str | torch.dtype) -> str:

@@ -20,12 +20,13 @@ from snapmla import checks
 from snapmla.dispatch.calls import DECODED, choose_on, choose_sparse
 from snapmla.dispatch.cards import cards, find_card
 from snapmla.dispatch.decode import STANDARD
-from snapmla.dispatch.sparse_decode import SPARSE_OPS
+from snapmla.dispatch.sparse_decode import REFERENCE, SPARSE_OPS
 from snapmla.layouts import kernel_page_size
 
 ROWS = "bf16"  # of 16-bit caches the one that sparse attention reads
 PLAIN = "applied"  # the rope style of rows that come rotated
 INDICES = ("i64", "i32")
+SPARSE_TOKENS = tuple(1 << i for i in range(8))  # query tokens of a step that may decide
 
 
 @dataclass(frozen=True)
@@ -183,10 +184,10 @@ def _decodes(model: Model) -> Iterator[VariantSpec]:
                 )  # fmt: skip
         return
     if model.sparse:
-        for heads in model.heads:
+        for heads, tokens in itertools.product(model.heads, SPARSE_TOKENS):
             yield choose_sparse(
                 card, heads, out_dtype=model.out, accuracy=model.accuracy,
-                cache=model.dtype,
+                cache=model.dtype, size=REFERENCE._replace(batch=tokens),
             )  # fmt: skip
         return
     for heads, s_q, page in itertools.product(model.heads, model.s_q, model.pages):

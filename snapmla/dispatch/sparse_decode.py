@@ -29,7 +29,8 @@ ON_BLACKWELL = {
     "fp8_v41_rows": "there FlashMLA since 2e5429f serves these rows",
     "fp8_nope": "there FlashMLA's copy in SGLang serves these rows (V32_NO_ROPE)",
 }
-REFERENCE = Size(128, 2048)  # query tokens and entries of each, at which candidates are compared
+REFERENCE = Size(128, 2048)  # query tokens and entries of each, of a call that names none
+MIX16_TILE_NS = {("mix16", 16): 1150, ("mix16", 32): 1500, ("mix16", 64): 2300}  # as ``tile_ns``
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 
@@ -74,9 +75,14 @@ class SparseOp(DecodeOp):
 @dataclass(frozen=True)
 class SparseProblem(Problem):
     """What the host knows of a sparse decode: ``s_q`` is 1, a ``Size`` is query tokens, and entries
-    of each one's row."""
+    of each one's row.
+
+    Attributes:
+        size: the call's, at which candidates are compared.
+    """
 
     op: SparseOp
+    size: Size = REFERENCE
 
     def _costs(self) -> tuple[Costs | None, bool]:
         """This card's where it was measured, else those of another one of its architecture."""
@@ -88,7 +94,7 @@ class SparseProblem(Problem):
 
     @property
     def reference(self) -> Size:
-        return REFERENCE
+        return self.size
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
         """Of row tiles that the model cannot tell apart the one of fewest blocks, which read the
@@ -123,7 +129,7 @@ def _mix16(fmt: str, **attributes: Any) -> SparseOp:
     )  # fmt: skip
     return _op(
         fmt, features={"mix16": features}, tensor_cycles=dense_decode.tensor_cycles,
-        effective_tflops=lambda card: card.bf16_tflops, **attributes,
+        effective_tflops=lambda card: card.bf16_tflops, tile_ns=MIX16_TILE_NS, **attributes,
     )  # fmt: skip
 
 
@@ -144,6 +150,7 @@ SPARSE_OPS = {
         exact={"sm_90a": "f16"},
         tensor_cycles=fp8_decode.tensor_cycles,
         effective_tflops=fp8_decode.effective_tflops,
+        tile_ns=fp8_decode.FP8_DECODE.tile_ns,
     ),
     "fp8_ds_mla": _mix16("fp8_ds_mla"),
     **{

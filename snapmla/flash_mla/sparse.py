@@ -262,7 +262,7 @@ def _made(call: Call, q: Tensor, extra: Second | None) -> Plan:
     b, s_q, heads, _ = q.shape
     topk, lengths = call.indices.shape[-1], call.topk_length
     if extra is not None:
-        topk, lengths = two_lists.as_one(call.indices, extra, b)
+        topk, lengths = two_lists.as_one(call.indices, extra)
     return plan_sparse_decode(
         heads, s_q, topk=topk, topk_length=lengths, batch=b, device=q.device,
         cache_dtype=call.cache_dtype,
@@ -303,7 +303,7 @@ def _new(shape: Shape, own: bool) -> Plan:
         topk = two_lists.whole_tiles(topk) + shape.extra_topk
     lengths = torch.full((shape.b,), topk, dtype=torch.int32, device=shape.device)
     options = SparseOptions(num_heads=shape.heads, cache_dtype=shape.cache_dtype)
-    step = StepShape(shape.s_q, topk, None)
+    step = StepShape(shape.s_q, topk, None, full=True)
     workspace = new_workspace if own else functools.partial(_workspace, shape)
     made = make_plan(options, workspace, lengths, step, None, None, made=SparsePlan)
     assert isinstance(made, SparsePlan)

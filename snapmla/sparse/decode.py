@@ -147,11 +147,12 @@ def _checked(call: Call) -> Call:
     if extra is not None:
         extra = two_lists.check(cache, indices, extra, rows, device)
         check_reach(named("extra_cache", extra.cache))
-        topk, lengths = two_lists.as_one(indices, extra, rows[0])
+        topk, lengths = two_lists.as_one(indices, extra)
         if plan is None:
             plan = plan_sparse_decode(
-                rows[-1], rows[1], topk=topk, topk_length=lengths, cache_dtype=cache.format
-            )
+                rows[-1], rows[1], topk=topk, topk_length=lengths, batch=rows[0], device=device,
+                cache_dtype=cache.format,
+            )  # fmt: skip
         elif plan.topk != topk:
             checks.value_error("plan", f"one made for topk {topk}, of both lists", plan.topk)
         elif plan.row_limits.shape[0]:
@@ -240,6 +241,12 @@ def _check_apart(call: Call, plan: SparsePlan) -> None:
     checks.apart("lse", lse, read)
 
 
+def _both_lengths(plan: SparsePlan, indices: torch.Tensor, extra: Second) -> torch.Tensor:
+    """What a plan of both lists is for."""
+    topk, lengths = two_lists.as_one(indices, extra)
+    return torch.full_like(plan.planned_seqlens, topk) if lengths is None else lengths
+
+
 def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, Any]:
     """Launches a checked call; see ``call.Op``."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
@@ -253,7 +260,7 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
         return (out, lse), False
     lengths = ready.lengths if topk_length is None else topk_length
     if plan.check_stale:
-        plan.check(lengths if extra is None else two_lists.as_one(indices, extra, plan.batch)[1])
+        plan.check(lengths if extra is None else _both_lengths(plan, indices, extra))
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
     query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)

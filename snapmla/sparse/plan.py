@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, cast, overload
 import torch
 
 from dsl_kernels.families.formats import DEFAULT
-from dsl_kernels.spec import VariantSpec, decode_spec
+from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
 from snapmla.plan import PlanOptions, StepShape, default_num_parts, make_plan
@@ -90,11 +90,15 @@ class SparseOptions(PlanOptions):
         """An entry of ``indices`` names one token."""
         return checks.integer("page_size", self.page_size, 1, 1)
 
-    def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
-        """The kernel that the dispatcher names, however many query tokens there are."""
+    def kernel(
+        self, device: torch.device, s_q: int, size: dispatch.Size | None = None
+    ) -> VariantSpec:
+        """The kernel that the dispatcher names; with ``fixed_split_tokens`` however many query
+        tokens there are, as each row tile rounds in its own way."""
         return dispatch.choose_sparse(
             dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
             row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
+            size=size if self.fixed_split_tokens is None else None,
         )  # fmt: skip
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
@@ -107,11 +111,6 @@ class SparseOptions(PlanOptions):
         few = blocks > 1 and units * blocks <= FEW_BLOCKS
         return min(most, PARTS_OF_FEW) if few else most
 
-    def tile_times(self, device: torch.device, spec: VariantSpec) -> tuple[int, int]:
-        """Those of the kernel over pages, whose math is the same; of caches of bytes none."""
-        if self.cache_name != DEFAULT:
-            return 0, 0
-        return dispatch.tile_times(device, decode_spec(spec.pipeline, spec.row_tile, 64, "bf16"))
 
 
 def sparse_spec(
@@ -168,6 +167,7 @@ def plan_sparse(
     cu_seqlens_q: torch.Tensor | None = None,
     total_q: int | None = None,
     row_lengths: torch.Tensor | None = None,
+    full: bool = False,
 ) -> SparsePlan:
     """The plan of a step; ``update_(topk_length, cu_seqlens_q, row_lengths)`` plans it anew.
 
@@ -178,11 +178,12 @@ def plan_sparse(
         topk_length: int32 (b,), how many entries of its query tokens' rows count; where all do, b
             times ``topk``: such a plan need not be updated.
         row_lengths: int32 (b, s_q) or (total_q,): the same for each query token, beside that.
+        full: whether all entries count, of every row.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    shape = StepShape(s_q, topk, total_q)
+    shape = StepShape(s_q, topk, total_q, full)
     plan = make_plan(
         options, new_workspace, topk_length, shape, cu_seqlens_q, row_lengths, made=SparsePlan
     )
@@ -293,7 +294,10 @@ def plan_sparse_decode(
     )  # fmt: skip
     topk = checks.integer("topk", topk, 1, MAX_TOPK)
     lengths = sparse_lengths(topk_length, batch, device, topk)
-    return plan_sparse(options, topk, s_q, lengths, cu_seqlens_q=cu_seqlens_q, total_q=total_q)
+    return plan_sparse(
+        options, topk, s_q, lengths, cu_seqlens_q=cu_seqlens_q, total_q=total_q,
+        full=topk_length is None,
+    )  # fmt: skip
 
 
 def _plan_of_rows(

@@ -122,7 +122,8 @@ class SparsePlanCache(Plans[SparsePlan]):
         key = self._key(topk_length, s_q, topk, batch, total_q, row_lengths is not None)
         plan = None if key is None else self._find(key, pin)
         if plan is None:
-            step = StepShape(s_q, topk, total_q)
+            full = topk_length is None and row_lengths is None
+            step = StepShape(s_q, topk, total_q, full)
             with self._lock:  # else another thread's new plan might give up these lengths
                 lengths = self._lengths(topk_length, batch, topk)
                 return self._new(key, step, pin, lengths, cu_seqlens_q, row_lengths)

@@ -64,13 +64,11 @@ def check(
     return Second(*extra)
 
 
-def as_one(indices: Tensor, extra: Second, batch: int) -> tuple[int, Tensor]:
-    """(width, lengths int32 (b,)) of both lists as one, for a plan."""
+def as_one(indices: Tensor, extra: Second) -> tuple[int, Tensor | None]:
+    """(width, lengths int32 (b,)) of both lists as one, for a plan; None: all are full."""
     first, topk = whole_tiles(indices.shape[-1]), extra.indices.shape[-1]
-    if extra.length is None:
-        device = indices.device
-        return first + topk, torch.full((batch,), first + topk, dtype=torch.int32, device=device)
-    return first + topk, extra.length.clamp(0, topk) + first
+    lengths = None if extra.length is None else extra.length.clamp(0, topk) + first
+    return first + topk, lengths
 
 
 def whole_tiles(topk: int) -> int:

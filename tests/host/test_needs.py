@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import __main__ as commands
 from snapmla import dispatch, flash_mla, runtime
 from snapmla.dispatch import Model
+from snapmla.dispatch.needs import SPARSE_TOKENS
+from snapmla.dispatch.sparse_decode import REFERENCE
 
 BATCH, TOKENS = 2, 3
 TABLE = torch.zeros(BATCH, 2, dtype=torch.int32)
@@ -56,8 +59,10 @@ def step(model: Model) -> None:
         if model.prefill:
             fetch(model, cache, dtype if fp8 else held)
         for heads in model.heads:
-            for s_q in model.s_q:
-                q = torch.zeros(BATCH, s_q, heads, 576, dtype=dtype if fp8 else held)
+            for s_q, batch in itertools.product(
+                model.s_q, SPARSE_TOKENS if model.sparse else (BATCH,)
+            ):
+                q = torch.zeros(batch, s_q, heads, 576, dtype=dtype if fp8 else held)
                 decode(model, cache, q)
 
 
@@ -95,7 +100,7 @@ def decode(model: Model, cache: Any, q: torch.Tensor) -> None:
         query = snapmla.quantize_q(q[..., :512], q[..., 512:])
     elif model.dtype == "fp8":
         for index in map(INTS.__getitem__, model.indices):
-            given = turning(model, BATCH * s_q, index)
+            given = turning(model, len(q) * s_q, index)
             neox = model.rope == "neox"
             query = snapmla.rope_quantize_q(q[..., :512], q[..., 512:], *given, is_neox=neox)
     if model.sparse:
@@ -114,22 +119,23 @@ def decode(model: Model, cache: Any, q: torch.Tensor) -> None:
 
 
 def sparse_decode(model: Model, cache: Any, query: Any) -> None:
-    s_q, heads = (query if isinstance(query, torch.Tensor) else query.rope).shape[1:3]
+    batch, s_q, heads = (query if isinstance(query, torch.Tensor) else query.rope).shape[:3]
+    topk = REFERENCE.seqlen
     if model.dtype == "bf16":
         for width in (64, 128):  # pieces, and none
             plan = snapmla.plan_sparse_decode(
-                heads, s_q, topk=128, batch=BATCH, device="cpu", cache_dtype="bf16",
+                heads, s_q, topk=128, batch=batch, device="cpu", cache_dtype="bf16",
                 fixed_split_tokens=width,
             )  # fmt: skip
-            indices = torch.zeros(BATCH, s_q, 128, dtype=torch.int32)
+            indices = torch.zeros(batch, s_q, 128, dtype=torch.int32)
             found = snapmla.decode(query, cache, indices=indices, softmax_scale=1.0, plan=plan)
             merge(model, *found)
         return
     plan = snapmla.plan_sparse_decode(
-        heads, s_q, topk=5, batch=BATCH, device="cpu", accuracy=model.accuracy,
+        heads, s_q, topk=topk, batch=batch, device="cpu", accuracy=model.accuracy,
         cache_dtype=cache.format,
     )  # fmt: skip
-    indices = torch.zeros(BATCH, s_q, 5, dtype=torch.int32)
+    indices = torch.zeros(batch, s_q, topk, dtype=torch.int32)
     out, lse = snapmla.decode(
         query, cache, indices=indices, softmax_scale=1.0, plan=plan, out_dtype=DTYPES[model.out]
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import snapmla
+from snapmla import dispatch
 from snapmla import plan as plans
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse
 from snapmla.testing.plan_tables import PlanTables
@@ -28,6 +29,35 @@ def test_the_smallest_tile_that_takes_all_heads(heads: int, tile: int) -> None:
     assert asked.row_tile == 32
     with pytest.raises(ValueError, match="row_tile: expected one of 16, 32, 64, got 128"):
         SparseOptions(num_heads=heads, row_tile=128).kernel(CPU, 1)
+
+
+def test_few_query_tokens_take_smaller_tiles_unless_bits_must_be_those_of_any_batch() -> None:
+    few, many = dispatch.Size(1, 2048), dispatch.Size(128, 2048)
+    for cache in ("fp8", "fp8_ds_mla", "fp8_v4"):
+        options = SparseOptions(num_heads=128, cache_dtype=cache)
+        tiles = [options.kernel(CPU, 1, size).row_tile for size in (few, many)]
+        assert tiles == [16, 64], cache
+        fixed = dataclasses.replace(options, fixed_split_tokens=512)
+        assert {fixed.kernel(CPU, 1, size).row_tile for size in (few, many)} == {64}
+        asked = dataclasses.replace(options, row_tile=32)
+        assert asked.kernel(CPU, 1, few).row_tile == 32
+
+
+@pytest.mark.parametrize(
+    ("load", "whole"),
+    [
+        (plans.Load(132, 132, 32, 6), True),
+        (plans.Load(128, 132, 32, 6), True),  # a tile longer than equal parts, without a merge
+        (plans.Load(133, 132, 32, 6), False),  # twice as long
+        (plans.Load(8, 132, 10, 6), False),
+        (plans.Load(256, 132, 2, 6), True),
+    ],
+)
+def test_units_stay_whole_where_no_merge_is_worth_more_than_balance(
+    load: plans.Load, whole: bool
+) -> None:
+    assert load.whole_is_faster(2300) == whole
+    assert not load.whole_is_faster(0), "no tile was timed"
 
 
 @pytest.mark.parametrize(

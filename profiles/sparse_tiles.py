@@ -1,0 +1,132 @@
+"""Row tiles and cuts of sparse decode by size, beside what the dispatcher chooses.
+
+    python -m profiles.sparse_tiles --out profiles/results
+
+Query tokens x heads x entries over both caches of ``profiles.sparse_cost``: every row tile, cut for
+balance (with a merge behind it) and uncut, and the plan that a call gets by itself.  *Regret* is
+its time over the least of all.  Results are compared with fp64 as there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from profiles.device import require_cuda
+
+if __name__ == "__main__":
+    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+
+import torch
+import typer
+
+import snapmla
+from codegen.artifacts import write_atomic
+from dsl_kernels.dims import TOKEN_TILE
+from profiles import sparse_cost as cost
+from profiles import timing
+from profiles.bench import command_line, commit
+from profiles.machine import machine
+
+CACHES = {"native": "fp8", "rows": "fp8_ds_mla"}
+TOKENS, HEADS, ENTRIES = (1, 2, 4, 8, 16, 32, 64, 128, 256), (32, 64, 128), (512, 2048)
+MOST = 64 * 2048 * 64  # tokens x entries x heads: larger work is not in question
+ROW_TILES = (16, 32, 64)
+CUTS = {"cut": False, "whole": True}
+CHOSEN = "chosen"
+
+
+def contender(
+    name: str, pools: cost.Pools, x: torch.Tensor, sets: list[torch.Tensor], options: dict[str, Any]
+) -> cost.Contender:
+    """A contender of ``sparse_cost`` by a plan of these options."""
+    usual = snapmla.plan_sparse_decode
+
+    def planned(*given: Any, **named: Any) -> Any:
+        return usual(*given, **{**named, **options})
+
+    snapmla.plan_sparse_decode = planned
+    try:
+        return cost.CONTENDERS[name](pools, x, sets, None)
+    finally:
+        snapmla.plan_sparse_decode = usual
+
+
+def candidates(heads: int, entries: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Options of ``plan_sparse_decode`` by label."""
+    full = -(-entries // TOKEN_TILE) * TOKEN_TILE
+    found: dict[str, dict[str, Any]] = {CHOSEN: {}}
+    for tile, (cut, whole) in itertools.product(ROW_TILES, CUTS.items()):
+        if tile < 2 * heads:
+            more = {"fixed_split_tokens": full} if whole else {}
+            found[f"{tile} {cut}"] = {"row_tile": tile, **more}
+    return found
+
+
+def row(pools: cost.Pools, name: str, shape: tuple[int, int, int]) -> str:
+    """One line of the table.  Raises ValueError for results that are wrong."""
+    tokens, heads, entries = shape
+    device = pools.rows.device
+    x = torch.randn(tokens, 1, heads, 576, device=device).bfloat16()
+    sets = cost.index_sets(pools, tokens, 1, entries)
+    found = []
+    for label, options in candidates(heads, entries, device).items():
+        one = contender(name, pools, x, sets, options)
+        if not (error := cost.error(one, sets[0], entries)) < 2 * cost.GATES[name]:
+            raise ValueError(f"{name} {shape} {label}: {error}")
+        one.name = label
+        found.append(one)
+    plan = found[0].plan
+    us = cost.in_turn(found)
+    own = us.pop(CHOSEN)
+    best = min(us, key=lambda label: us[label])
+    what = f"{plan.row_tile} {'whole' if plan.split_tiles else 'cut'}"
+    cells = [f"{us[f'{t} {c}']:.1f}" if f"{t} {c}" in us else "–" for t in ROW_TILES for c in CUTS]
+    return (
+        f"| {name} | {tokens} × {heads} × {entries} | {' | '.join(cells)} | {what} | {own:.1f} | "
+        f"{best} | {own / us[best]:.2f} |"
+    )
+
+
+def sizes(chosen: Callable[[tuple[int, int, int]], bool]) -> list[tuple[int, int, int]]:
+    """Of the table."""
+    return [
+        (tokens, heads, entries)
+        for entries, heads, tokens in itertools.product(ENTRIES, HEADS, TOKENS)
+        if chosen((tokens, heads, entries))
+    ]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
+    names: Annotated[str, typer.Option("--ours", help="native, rows, by commas.")] = "native,rows",
+) -> None:
+    """Times the sizes and writes ``sparse_tiles.md``."""
+    facts = machine(torch.device("cuda"), timing.Nvml())
+    named = ("gpu", "driver", "cuda", "torch")
+    columns = " | ".join(f"{tile} {cut}" for tile in ROW_TILES for cut in CUTS)
+    lines = [
+        "# Row tiles and cuts of sparse decode by size", "",
+        f"`{command_line(sys.argv[1:], '-m profiles.sparse_tiles')}`", "",
+        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
+        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
+        "- µs a call in a graph; row tile, and whether lists are cut for balance", "",
+        f"| cache | tokens × heads × entries | {columns} | chosen | its µs | least | regret |",
+        "|---" * 12 + "|",
+    ]  # fmt: skip
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        pools = cost.Pools(128, "split", torch.device("cuda"))
+        for shape in sizes(lambda s: s[0] * s[1] * s[2] <= MOST):
+            for name in names.split(","):
+                lines.append(row(pools, name, shape))
+                typer.echo(lines[-1])
+    write_atomic(out / "sparse_tiles.md", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
