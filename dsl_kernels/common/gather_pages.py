@@ -100,6 +100,7 @@ class FromPages:
     among a class' bases."""
 
     stages: int
+    q_stages: int
     work: Any
     landed: Ring
 
@@ -127,15 +128,19 @@ class FromPages:
         return named & (tile * self.work.tile + ahead < pages.count)
 
     @cute.jit
-    def _announce(self, feed: Feed, on_full):
-        """Each tile when it has landed: ``on_full``, then to its readers behind a proxy fence."""
+    def _announce(self, feed: Feed, on_full, tile_of_q, ahead):
+        """As of ``GatherRecords``."""
         lane, tokens = cute.arch.lane_idx(), feed.cache.source
+        feed = feed._replace(mark=None)  # no function goes through the loops
         span = self.work.items_of(feed.work, feed.part)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(feed.work, i)
             pages, _ = self.work.row_of_table(feed.work, feed.call, i, batch)
             low, high = self._entry(pages, first, 2 * lane), self._entry(pages, first, 2 * lane + 1)
+            tile_of_q(i, batch, qst)
+            qst.advance()
             top = Float32(0.0)
             for tile in cutlass.range(first, last, unroll=1):
                 self.landed.wait_full(feed.st, kst.index, kst.phase)
@@ -153,6 +158,8 @@ class FromPages:
                 if lane == 0:
                     cute.arch.mbarrier_arrive(feed.k_pipe.producer_get_barrier(kst))
                 kst.advance()
+            if i + 1 < span[1]:
+                ahead(i + 1)
 
 
 class GatherPages(FromPages, GatherRecords):

@@ -5,6 +5,11 @@ scales, and a scale of 0 is a scale: that a place holds no token is known from t
 the announcer reads the entries, too, and what it makes of a tile's scales is there when the tile's
 full barrier flips.
 
+It is the announcer that has Q's tiles copied, too: of an item before its tiles, as soon as the item
+before has freed Q's stage; and before it goes on to the next item it asks for that one's Q, to L2.
+When a stage of Q becomes free, a gather warp is at tiles of the next item, with a stage to wait
+for.
+
 With ``halves`` warp 0 copies the first half of a tile's rows.  Readers free it apart, as soon as
 they have it in registers, so that the next rows are asked for while they are at the other half:
 
@@ -14,7 +19,8 @@ they have it in registers, so that the next rows are asked for while they are at
 Shared memory: as gather.py's, and the barriers of ``first_half``; field ``ks`` has 16 bytes a
 token.
 
-Timeline of a tile in the announcer: the entries of the next tile are asked for, two a lane | wait
+Timeline of an item in the announcer: Q is asked for | tiles | the next item's Q, to L2.  Of a tile:
+the entries of the next tile are asked for, two a lane | wait
 until this one has landed | proxy fence | ``on_full`` | full
 """
 
@@ -31,7 +37,7 @@ from .. import compat
 from ..cache_records.ds_mla import GROUPS, ROPE_AT, SCALES_AT
 from . import budget as bud
 from .barriers import Ring
-from .gather import CHUNK, Q_WARP, GatherRows, Plane, TokenLists
+from .gather import ANNOUNCER, CHUNK, Q_WARP, GatherRows, Plane, TokenLists
 from .gather import GROUPS as THIRDS
 from .loader import Feed, Readers
 
@@ -121,15 +127,34 @@ class GatherRecords(GatherRows):
         return tuple(Plane.of(rows, 1, start) for start in starts)
 
     @cute.jit
-    def _announce(self, feed: Feed, on_full):
-        """Each tile when it has landed: ``on_full``, then to its readers behind a proxy fence."""
+    def run(self, warp, feed, tile_of_q, on_full):
+        """The role of one of the four warps (``Loader.run``); ``tile_of_q.ahead(i)`` asks for item
+        ``i``'s Q, to L2."""
+        if warp == ANNOUNCER:
+            self._announce(feed, on_full, tile_of_q, tile_of_q.ahead)
+        else:
+            ends = []
+            for others in zip(*(self.of_warps[w] for w in (0, Q_WARP, 3)), strict=True):
+                a, b, c = map(Int32, others)
+                ends.append(cutlass.select_(warp == 0, a, cutlass.select_(warp == Q_WARP, b, c)))
+            self._fill(feed, tuple(ends), None)
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def _announce(self, feed: Feed, on_full, tile_of_q, ahead):
+        """An item's Q, whose stage the item before frees; then each tile when it has landed:
+        ``on_full``, then to its readers behind a proxy fence."""
         lane, tokens = cute.arch.lane_idx(), feed.cache.source
+        feed = feed._replace(mark=None)  # no function goes through the loops
         span = self.work.items_of(feed.work, feed.part)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(feed.work, i)
             row, count = self.work.row_of_table(feed.work, feed.call, i, batch)
             low, high = self._entry(row, first, 2 * lane), self._entry(row, first, 2 * lane + 1)
+            tile_of_q(i, batch, qst)
+            qst.advance()
             top = Float32(0.0)
             for tile in cutlass.range(first, last, unroll=1):
                 named = (
@@ -145,6 +170,8 @@ class GatherRecords(GatherRows):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(feed.k_pipe.producer_get_barrier(kst))
                 kst.advance()
+            if i + 1 < span[1]:
+                ahead(i + 1)
 
     def _is_named(self, entry, tile, ahead, count, tokens):
         """Whether an entry names a token, as ``_place`` has it."""

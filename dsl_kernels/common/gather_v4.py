@@ -15,9 +15,7 @@ eight places of the 32 banks.
 
 Shared memory, a stage of ``kc``: 3 x (64 x 128) lines | 64 x 64 half lines.
 
-Roles and timeline are gather_records.py's, but over lists (``GatherV4Lists``) it is the announcer
-that has Q's tiles copied, and before it goes on to the next item asks for that one's Q, to L2: of
-short items a gather warp is at tiles of the next one, with a stage to wait for, when Q's is free.
+Roles and timeline are gather_records.py's.
 """
 
 from __future__ import annotations
@@ -26,16 +24,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from .. import compat
 from ..cache_records.v4 import RECORD, ROPE, SCALE_BYTES
 from ..dims import ITEM_WORDS
 from ..dims import QK_ROPE_HEAD_DIM as R
-from .gather import ANNOUNCER, CHUNK, GROUP, HALF, LINE, Q_WARP, Plane, TokenLists, copy
+from .gather import CHUNK, GROUP, HALF, LINE, Plane, TokenLists, copy
 from .gather_records import GatherRecords
-from .loader import Feed
 from .work_list import NOWHERE
 
 LINES = RECORD.content.count // LINE  # whole ones of a token
@@ -248,52 +244,3 @@ class GatherV4(GatherTwo):
                 to = const_expr(k * 4 * HALF)
                 copy(at_half ^ (k * 2 * CHUNK), source, size, to=to, ahead=LINES * LINE)
             copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE, ahead=ROPE.at)
-
-
-class GatherV4Lists(GatherV4):
-    """``GatherV4`` whose announcer has Q's tiles copied; ``tile_of_q.ahead(i)`` asks for item i's,
-    to L2."""
-
-    @cute.jit
-    def run(self, warp, feed, tile_of_q, on_full):
-        """The role of one of the four warps (``Loader.run``)."""
-        if warp == ANNOUNCER:
-            self._announce_and_ask(feed, on_full, tile_of_q, tile_of_q.ahead)
-        else:
-            ends = []
-            for others in zip(*(self.of_warps[w] for w in (0, Q_WARP, 3)), strict=True):
-                a, b, c = map(Int32, others)
-                ends.append(cutlass.select_(warp == 0, a, cutlass.select_(warp == Q_WARP, b, c)))
-            self._fill(feed, tuple(ends), None)
-            cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def _announce_and_ask(self, feed: Feed, on_full, tile_of_q, ahead):
-        """As ``_announce``; of an item first its Q, whose stage the item before frees."""
-        lane, tokens = cute.arch.lane_idx(), feed.cache.source
-        span = self.work.items_of(feed.work, feed.part)
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.work.item_at(feed.work, i)
-            lists, _ = self.work.row_of_table(feed.work, feed.call, i, batch)
-            low, high = self._entry(lists, first, 2 * lane), self._entry(lists, first, 2 * lane + 1)
-            tile_of_q(i, batch, qst)
-            qst.advance()
-            top = Float32(0.0)
-            for tile in cutlass.range(first, last, unroll=1):
-                named = (
-                    self._is_named(low, tile, 2 * lane, lists, tokens),
-                    self._is_named(high, tile, 2 * lane + 1, lists, tokens),
-                )
-                low = self._entry(lists, tile + 1, 2 * lane)
-                high = self._entry(lists, tile + 1, 2 * lane + 1)
-                self.landed.wait_full(feed.st, kst.index, kst.phase)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                top = on_full(kst.index, named, top)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(feed.k_pipe.producer_get_barrier(kst))
-                kst.advance()
-            if i + 1 < span[1]:
-                ahead(i + 1)

@@ -140,6 +140,12 @@ class F16(Mix16):
 
     # ---------------------------------------------------------------- P.V warpgroups
 
+    def convert(self, *args) -> None:
+        """Nothing: the softmax warps convert Q."""
+
+    def convert_next(self, *args) -> None:
+        """Likewise."""
+
     @cute.jit
     def ends_of(self, gmem, call, i, batch):
         """(tokens of the sequence, first token that some row of the item must not see); nothing

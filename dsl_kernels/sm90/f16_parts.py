@@ -74,6 +74,10 @@ class ByteQueryRows(QueryRows):
         warps: that convert them.
     """
 
+    def __init__(self, rows: int, warps: int):
+        super().__init__(rows)
+        self.warps = warps
+
     @property
     def fields(self) -> dict:
         """Storage."""
@@ -90,6 +94,14 @@ class ByteQueryRows(QueryRows):
             at = row_position(row, self.rows)
             st.factors.get_tensor(cute.make_layout(size))[at] = factor
             st.limits.get_tensor(cute.make_layout(size))[at] = limit
+
+    @cute.jit
+    def convert(self, st, stage, call, wwarp):
+        """In place, by ``warps`` warps, which then have a proxy fence and a meeting to make: eight
+        rows a warp and turn."""
+        lane = cute.arch.lane_idx()
+        for group in cutlass.range(wwarp, self.rows // 8, self.warps, unroll=1):
+            self._eight_rows(st, stage, call, group, lane)
 
     @cute.jit
     def _eight_rows(self, st, stage, call, group, lane):

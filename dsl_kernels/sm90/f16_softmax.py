@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from ..common.barriers import warps_meet
 from ..common.fp8_per_token import safe_reciprocal
 from ..common.frames import NEVER
 from ..common.types import F16
@@ -30,7 +31,7 @@ from .dense_frames import HEADROOM
 from .f16_parts import Parts, content_layout
 from .fragments import mask, pad_layout
 from .mix16_softmax import MixSoftmax
-from .roles import WARPGROUP
+from .roles import SOFTMAX_WARPS, WARPGROUP, Barrier
 from .wgmma import issue
 
 
@@ -40,15 +41,25 @@ class F16Softmax(MixSoftmax):
     parts: Parts
     least = 0.99 * NEVER  # the largest softmax_scale makes logits of 0.52 NEVER
 
-    def begin_queries(self, cta, qst, batch, rows, wwarp):
-        """Also the rows' limits; returns the first token that some row must not see, None where
-        lists name tokens."""
-        work, gmem, call = self.parts.work, cta.gmem, cta.call
+    def begin_item(self, cta, qst, batch, rows, m_ref, wwarp):
+        """Q to f16 and the rows' limits, by these warps; returns the first token that some row must
+        not see, None where lists name tokens."""
+        work, gmem, call, facts = self.parts.work, cta.gmem, cta.call, None
+        cta.q_pipe.consumer_wait(qst)
         self.parts.queries.convert(cta.st, qst.index, call, wwarp)
         self.parts.queries.note_facts(cta.st, work, gmem, call, batch, rows)
-        if self.parts.gathers:
-            return None
-        return cute.arch.make_warp_uniform(work.ragged_from(gmem.work, call, batch, rows))
+        if not self.parts.gathers:
+            facts = cute.arch.make_warp_uniform(work.ragged_from(gmem.work, call, batch, rows))
+        self.begin_frames(cta.st, m_ref)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
+        return facts
+
+    def free_queries(self, cta, qst, wanted) -> None:
+        """Nothing: they are free behind the item's tiles."""
+
+    def end_queries(self, cta, qst) -> None:
+        cta.q_pipe.consumer_release(qst)
 
     def end_frames(self, st, m_ref) -> None:
         """``m_ref`` becomes the frames of the rows' sums."""

@@ -11,18 +11,23 @@ and convert it on the way, four values in two instructions:
                     instruction
 
 Roles (4 warpgroups of 128 threads)
-    wg 0  warps 0, 1, 3  gather rows (common/gather.py), warp 1 has Q's tiles copied, too
-          warp 2         announcer: the tokens' scales -> log2, reciprocal, ratios; then full
-                         (common/gather_records.py, mix16_parts.py)
-    wg 1                 Q -> f16 as an item begins (mix16_parts.py); S^T, softmax, P^T to shared
-                         memory (mix16_softmax.py)
-    wg 2, 3              P.V: O^T of half of d_v each, summed in the tensor core
+    wg 0  warps 0, 1, 3  gather rows (common/gather.py)
+          warp 2         announcer: the tokens' scales -> log2, reciprocal, ratios; then full; has
+                         Q's tiles copied (common/gather_records.py, mix16_parts.py)
+    wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py)
+    wg 2, 3              Q -> f16 (mix16_parts.py); P.V: O^T of half of d_v each, summed in the
+                         tensor core (mix16_pv.py)
 
 Timeline of tile i (one stage of the K ring)
     gather        | i+2 ...
     announcer     |  scales i+1 |
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
+
+Items meet like this: Q's stage is free when the last tile's Q.K is done, the announcer has the next
+item's Q copied then, out of L2, where it was asked for a few tiles ago; while it comes, softmax
+gives the tile's P and the row sums, and P.V adds that tile's products.  P.V's warps convert it,
+before they write the item's rows.
 
 Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
 the row sum live in frame ``m_ref``, which moves only when some value would pass 2^15, and then so
@@ -64,10 +69,10 @@ from .bounds import Drains, only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
-from .mix16_parts import STAGE_BYTES, Parts, layouts_of
+from .mix16_parts import CONVERTED, CONVERTED_THREADS, STAGE_BYTES, Parts, layouts_of
 from .mix16_pv import ProductsOfV
 from .mix16_softmax import MixSoftmax
-from .roles import FEW_ROWS, INV_RING, WARPGROUP, Cta, Layouts
+from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Cta, Layouts
 from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
 
 if TYPE_CHECKING:
@@ -172,6 +177,14 @@ class Mix16(ProductsOfV, Drains):
                 self.drain(cta, wg)
             else:
                 self.softmax.loop(cta)
+        elif const_expr(self.softmax_regs > self.pv_regs):
+            # what claims the most is taken for both where warpgroups share code
+            if wg == 1:
+                claim_registers(self.budget, self.pv_regs)
+                self.pv_loop(cta, Int32(0))
+            else:
+                claim_registers(self.budget, self.pv_regs)
+                self.pv_loop(cta, Int32(1))
         else:
             claim_registers(self.budget, self.pv_regs)
             if const_expr(self.only == "gather"):
@@ -187,36 +200,73 @@ class Mix16(ProductsOfV, Drains):
     @cute.jit
     def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
-        st, layouts, _, k_pipe, gmem, call, part = cta
+        st, layouts, gmem, part = cta.st, cta.layouts, cta.gmem, cta.part
         span = self.parts.work.items_of(gmem.work, part)
         mma_o = self.pv_mma()
         acc_O = [
             cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.rows_cta)), Float32)
             for _ in range(4)
         ]
-        rP = self.pv_operands(st, layouts)
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
+        operands, consumer = self.pv_operands(st, layouts), pipeline.PipelineUserType.Consumer
+        qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
+        kst = pipeline.make_pipeline_state(consumer, self.stages)
+        pst = pipeline.make_pipeline_state(consumer, P_STAGES)
         items = Int32(0)  # behind us
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        self.convert(cta, qst, span[0] < span[1], half, wwarp)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.parts.work.item_at(gmem.work, i)
-            ends = self.ends_of(gmem, call, i, batch)
+            ends = self.ends_of(gmem, cta.call, i, batch)
             offset = self.own_offset(wwarp)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
-            for tile in cutlass.range(first, last, unroll=1):
-                k_pipe.consumer_wait(kst)
-                self.clear(st, tile, ends, half, kst, pst)
-                self.pv_block(st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp)
-                kst.advance()
-                pst.advance()
+            kst, pst = self.tiles(
+                cta, acc_O, operands, half, (first, last), (kst, pst), offset, ends
+            )  # fmt: skip
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
+            qst.advance()
+            self.convert_next(cta, qst, i + 1 < span[1], first >= last, items, half, wwarp)
+            self.align(acc_O[-1], half)
             INV_RING.wait_full(st, 0, items & 1)
             slot, rows = noted(st, items, wwarp, self.rows_cta)
             self.write_rows(st, gmem.results, acc_O, slot, rows, half, INV_RING)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             items += 1
+
+    @cute.jit
+    def tiles(self, cta, acc_O, operands, half, span, states, offset, ends):
+        """An item's tiles; returns the next states of the ring and of P."""
+        tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        kst, pst = states
+        for tile in cutlass.range(span[0], span[1], unroll=1):
+            cta.k_pipe.consumer_wait(kst)
+            self.clear(cta.st, tile, ends, half, kst, pst)
+            self.pv_block(cta.st, cta.k_pipe, acc_O, operands, half, kst, pst, offset, wwarp)
+            kst.advance()
+            pst.advance()
+        return kst, pst
+
+    @cute.jit
+    def convert(self, cta, qst, there, half, wwarp):
+        """An item's Q to f16, eight rows a warp, if it is ``there``; softmax hears of it."""
+        if there:
+            cta.q_pipe.consumer_wait(qst)
+            group = half * SOFTMAX_WARPS + wwarp
+            if group < self.rows_cta // 8:
+                self.parts.queries.convert(cta.st, qst.index, cta.call, group)
+                cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier_arrive(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
+
+    @cute.jit
+    def convert_next(self, cta, qst, there, without_tiles, items, half, wwarp):
+        """``convert`` of the item behind the ``items``-th: while softmax is at that one's sums."""
+        if without_tiles:  # no P has told that softmax has heard of this item's Q
+            INV_RING.wait_full(cta.st, 0, items & 1)
+        self.convert(cta, qst, there, half, wwarp)
+
+    def align(self, last, half) -> None:
+        """What the last block of O^T needs before rows are written: nothing."""
 
     def ends_of(self, gmem, call, i, batch) -> Any:
         """What ``clear`` must know of item ``i``: nothing, as rows that hold no token are zeros."""
@@ -231,15 +281,15 @@ class Mix16(ProductsOfV, Drains):
         thr = mma.get_slice(tidx % WARPGROUP)
         return mma.make_fragment_B(thr.partition_B(staged(st.p, layouts.p)))
 
-    def products(self, st, acc_O, rP, kst, pst, tile, first) -> None:
+    def products(self, st, acc_O, operands, kst, pst, tile, first) -> None:
         """Adds V^T P^T of a tile to O^T (``multiply``)."""
         self.multiply(
-            st, acc_O, lambda k: rP[None, None, k, pst.index], tile, first,
+            st, acc_O, lambda k: operands[None, None, k, pst.index], tile, first,
             lambda: self.parts.free_first_half(st, kst.index),
         )  # fmt: skip
 
     @cute.jit
-    def pv_block(self, st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp):
+    def pv_block(self, st, k_pipe, acc_O, operands, half, kst, pst, offset, wwarp):
         """O^T = gamma O^T + V^T P^T of one tile."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
@@ -253,7 +303,7 @@ class Mix16(ProductsOfV, Drains):
                 gamma = gamma_s[2 * (v // 4) + v % 2, lane % 4]
                 for d in cutlass.range_constexpr(4):
                     acc_O[d][v] = acc_O[d][v] * gamma
-        self.products(st, acc_O, rP, kst, pst, tile, first)
+        self.products(st, acc_O, operands, kst, pst, tile, first)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         warpgroup.wait_group(0)

@@ -64,7 +64,7 @@ class NopeParts(ContentParts):
             by_lines=bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales = RecordScales(self.stages)
-        self.queries = ContentRows(self.rows, sum(Q_READERS.values()))
+        self.queries = ContentRows(self.rows)
         self.stamps = Stamps(bool(spec.stamps))
 
 

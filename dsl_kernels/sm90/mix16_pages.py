@@ -29,7 +29,6 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from .. import compat
 from ..cache_records.ds_mla import GROUPS, RECORD, ROW_BYTES
 from ..common.gather_pages import AnyPages, GatherPages
-from ..common.registers import claim_registers
 from ..common.smem import array
 from ..common.stamps import Stamps
 from ..common.types import U8, U32
@@ -41,7 +40,7 @@ from .decode import Decode, infeasible
 from .fragments import mask, pad_layout, padded_size, row_position
 from .mix16_parts import LINE, Q_FORMAT, Parts, QueryRows, RecordQueries, RecordScales
 from .mix16_softmax import MixSoftmax
-from .roles import FEW_ROWS, K_READERS, Q_READERS, WARPGROUP
+from .roles import K_READERS, Q_READERS, WARPGROUP
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -72,8 +71,7 @@ def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
 
 def build(spec: VariantSpec):
     cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), ROW_BYTES))
-    pipeline = FewPagedRows if spec.row_tile <= FEW_ROWS else PagedMix16
-    decode = Decode(spec, pipeline(spec))
+    decode = Decode(spec, PagedMix16(spec))
     return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
 
 
@@ -156,7 +154,7 @@ class PagedParts(Parts):
             by_lines=bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales = PagedScales(stages)
-        self.queries = LimitedRows(self.rows, sum(Q_READERS.values()))
+        self.queries = LimitedRows(self.rows)
         self.stamps = Stamps(bool(spec.stamps))
 
 
@@ -170,10 +168,9 @@ class PagedSoftmax(MixSoftmax):
     parts: PagedParts
     hides = True
 
-    def begin_queries(self, cta, qst, batch, rows, wwarp):
-        """Also the rows' limits; returns the first token that some row must not see."""
+    def facts_of_rows(self, cta, batch, rows):
+        """The rows' limits to shared memory; returns the first token that some row must not see."""
         work, call = self.parts.work, cta.call
-        self.parts.queries.convert(cta.st, qst.index, call, wwarp)
         self.parts.queries.note_limits(cta.st, work, cta.gmem.work, call, batch, rows)
         return cute.arch.make_warp_uniform(work.ragged_from(cta.gmem.work, call, batch, rows))
 
@@ -196,20 +193,3 @@ class PagedMix16(mix16.Mix16):
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = PagedSoftmax(self.parts)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
-
-
-class FewPagedRows(PagedMix16):
-    """The same of few rows, whose P.V warpgroups ask for fewer registers than softmax: each has
-    code of its own, as what claims the most is taken for both where they share it."""
-
-    @cute.jit
-    def math_roles(self, cta, wg):
-        if wg == 0:
-            claim_registers(self.budget, self.softmax_regs)
-            self.softmax.loop(cta)
-        elif wg == 1:
-            claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, 0)
-        else:
-            claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, 1)

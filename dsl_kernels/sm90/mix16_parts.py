@@ -7,10 +7,11 @@ others, zeros with a scale of 0 or 2^-126 above all, would else leave the range 
 are kept.  A group's *ratio* is its scale / sigma, at most 1, in f16.  A place without a token has
 log2 sigma -inf, which masks it.
 
-Queries (by the warps that read them, as an item begins).  A row of Q is multiplied by 2^p, so that
-its largest content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept down to 2^-32 of
-that.  RoPE, which stays bf16, is multiplied by the same; where it is more than 2^30 times as large,
-by the power that takes it to 2^46.  The channels of 16 take the places ``CHANNEL``.
+Queries (by P.V's warps, before they write the rows of the item before).  A row of Q is multiplied
+by 2^p, so that its largest content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept
+down to 2^-32 of that.  RoPE, which stays bf16, is multiplied by the same; where it is more than
+2^30 times as large, by the power that takes it to 2^46.  The channels of 16
+take the places ``CHANNEL``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from .fragments import padded_size, row_position
-from .roles import K_READERS, Q_READERS, Layouts
+from .roles import K_READERS, PV_WARPS, Q_READERS, SOFTMAX_WARPS, Layouts
 
 if TYPE_CHECKING:
     from ..smxx.decode_entry import Tma
@@ -56,6 +57,9 @@ SUM_FACTOR = 2.0**-SUM_LOG2
 Q_TOP = 15  # log2 of the binade of a row's largest content channel
 Q_ROPE_ABOVE = 30  # binades by which RoPE may be larger before it decides
 STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
+HALF = 4  # chunks of 16 bytes of half a column block's line
+CONVERTED = 4  # named barrier: P.V's warps have converted Q for softmax
+CONVERTED_THREADS = 32 * (SOFTMAX_WARPS + PV_WARPS)
 LINE = 128  # bytes of a token's channels of a group in the ring
 EXPONENT_BIAS, LEAST_FIELD = 127, 42  # of an fp32 exponent; 2^p is at most 2^100
 
@@ -117,7 +121,8 @@ def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
 
 
 class RecordQueries(QTiles):
-    """Queries in one tensor (b, s_q, h, 576)."""
+    """Queries in one tensor (b, s_q, h, 576), which come to L2 when they are asked for:
+    ``tile_of_q.ahead(i)``."""
 
     def source(self, tensors, layouts):
         """``Loaded`` of content and RoPE, the CTA's rows each."""
@@ -137,23 +142,44 @@ class RecordQueries(QTiles):
             first += plane.width
         return tuple(out)
 
+    def issuer(self, st, pipe, layouts, source, work, call):
+        tile_of_q = super().issuer(st, pipe, layouts, source, work, call)
+
+        def ahead(i):
+            batch, *_ = self.work.item_at(work, i)
+            rows = self.work.rows_at(work, call, i, batch, self.rows)
+            for plane, loaded, tiles in self._planes(st, source, layouts):
+                moved = cute.domain_offset((rows.first, 0), loaded.coords)
+                _, tile = cpasync.tma_partition(
+                    loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
+                    cute.group_modes(
+                        cute.local_tile(moved, (self.rows, plane.width), (0, 0)), 0, 2
+                    ),
+                )  # fmt: skip
+                cute.prefetch(loaded.atom, tile)
+
+        tile_of_q.ahead = ahead
+        return tile_of_q
+
 
 class QueryRows:
     """Row tiles of Q: bf16 as they come -> f16 content, bf16 RoPE, and the rows' factors, field
     ``factors``.
 
+    P.V's warps convert them, half a column block at a time: beside O they have few registers, and a
+    short loop is soon fetched, which each item finds cold.
+
     Attributes:
         channels: of content.
         rope: whether there is RoPE beside it.
         rows: of a CTA.
-        warps: that convert them.
     """
 
     channels = D
     rope = True
 
-    def __init__(self, rows: int, warps: int):
-        self.rows, self.warps = rows, warps
+    def __init__(self, rows: int):
+        self.rows = rows
 
     @property
     def fields(self) -> dict:
@@ -161,39 +187,35 @@ class QueryRows:
         return dict(factors=array(Float32, padded_size(self.rows), 128))
 
     @cute.jit
-    def convert(self, st, stage, call, wwarp):
-        """In place, by ``warps`` warps, which then have a proxy fence and a meeting to make.
+    def convert(self, st, stage, call, group):
+        """In place, rows from 8 ``group`` on, by a warp, which then has a proxy fence to make and
+        others to tell.
 
-        Eight rows a warp and turn, four lanes a row; lane 8 i + r of row r has column blocks i and
-        i + 4 of 64 channels, so that eight lanes read eight swizzled rows.
+        Four lanes a row; lane 8 i + r of row r has column blocks i and i + 4 of 64 channels, so
+        that eight lanes read eight swizzled rows.  Two passes: a row's words are more registers
+        than there are.
         """
         lane = cute.arch.lane_idx()
-        for group in cutlass.range(wwarp, self.rows // 8, self.warps, unroll=1):
-            self._eight_rows(st, stage, call, group, lane)
-
-    @cute.jit
-    def _eight_rows(self, st, stage, call, group, lane):
-        """Two passes: a row's words are more registers than there are."""
         row, part = group * 8 + lane % 8, lane // 8
         block = const_expr(self.rows * 128)
         at = st.qc.data_ptr().toint() + stage * (self.rows * self.channels * 2) + row * 128
         at = at + part * block
-        at_r, rope = self._rope_words(st, stage, row, part, lane)
-        largest_rope = self._largest(rope)
         largest = Uint32(compat.opaque(Int32(0)))
-        for x in cutlass.range(2, unroll=1):
-            words = self._words(self._line(at, x, part, block), lane, 8)
-            largest = larger_halves(largest, self._largest(words))
-        field = self._exponent(largest, largest_rope)
+        for x in cutlass.range(4, unroll=1):
+            line = self._line(at, x // 2, part, block)
+            largest = larger_halves(largest, self._largest(self._half(line, x % 2, lane)))
+        at_r, rope = self._rope_words(st, stage, row, part, lane)
+        field = self._exponent(largest, self._largest(rope))
         power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)  # of bf16
         power = power | (power << Uint32(16))
-        for x in cutlass.range(2, unroll=1):
-            self._convert(self._line(at, x, part, block), x, part, lane, power)
         self._store_rope(at_r, lane, rope, 2 * part, power)
         if part == 0:
             factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
             back = ((field - Uint32(Q_TOP)) << Uint32(23)).bitcast(Float32)  # 2^-p
             factors[row_position(row, self.rows)] = call.softmax_scale * LOG2E * back
+        for x in cutlass.range(4, unroll=1):
+            line = self._line(at, x // 2, part, block)
+            self._convert(line, x // 2, part, x % 2, lane, power)
 
     def _rope_words(self, st, stage, row, part, lane):
         """(address of a row's RoPE, a lane's words of it); of none there are no words."""
@@ -206,9 +228,13 @@ class QueryRows:
         """Address of a lane's column block of turn ``x``, which is the (4 x + ``part``)-th."""
         return at + x * (4 * block)
 
-    def _convert(self, line, x, part, lane, power):
-        """A lane's column block of turn ``x`` to f16."""
-        self._to_f16(line, lane, power)
+    def _half(self, line, half, lane):
+        """A lane's words of half a column block."""
+        return self._words(line, lane, HALF, half * HALF)
+
+    def _convert(self, line, x, part, half, lane, power):
+        """Half of a lane's column block of turn ``x`` to f16."""
+        self._to_f16(line, half, lane, power)
 
     def _chunk(self, line, lane, chunk):
         """Tensor of the four words of a 16-byte chunk of a swizzled line, row lane % 8."""
@@ -246,20 +272,21 @@ class QueryRows:
         least = cutlass.max(fields[1], Uint32(LEAST_FIELD + Q_ROPE_ABOVE)) - Uint32(Q_ROPE_ABOVE)
         return cutlass.max(fields[0], least)
 
-    def _to_f16(self, line, lane, power):
-        """64 channels times 2^p, exactly: of two chunks of 8 the even words, then the odd ones.
+    def _to_f16(self, line, half, lane, power):
+        """32 channels times 2^p, exactly: of two chunks of 8 the even words, then the odd ones.
 
         All loads come first: behind a store they would wait for each other.
         """
-        chunks = self._words(line, lane, 8)
-        words = [times_bf16(four[w], power) for four in chunks for w in range(4)]
-        for c in range(8):
+        words = [
+            times_bf16(four[w], power) for four in self._half(line, half, lane) for w in range(4)
+        ]
+        for c in range(HALF):
             four = cute.make_rmem_tensor((4,), U32)
             for i in range(4):
                 word = words[8 * (c // 2) + 2 * i + c % 2]
                 low = (word << Uint32(16)).bitcast(Float32)
                 four[i] = pack_f16(low, (word & Uint32(0xFFFF0000)).bitcast(Float32))
-            cute.autovec_copy(four, self._chunk(line, lane, c))
+            cute.autovec_copy(four, self._chunk(line, lane, half * HALF + c))
 
     def _store_rope(self, line, lane, chunks, first, power):
         """RoPE times 2^p."""
@@ -410,7 +437,7 @@ class Parts:
             by_lines=bool(spec.lines), halves=bool(spec.halves), copies=spec.only != "math",
         )  # fmt: skip
         self.scales = RecordScales(stages)
-        self.queries = QueryRows(self.rows, sum(q_readers.values()))
+        self.queries = QueryRows(self.rows)
         self.stamps = Stamps(bool(spec.stamps))
 
     def cache(self, tma: Tma, gmem: Any) -> Cache:

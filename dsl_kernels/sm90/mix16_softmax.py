@@ -15,6 +15,8 @@ below is left as it is (its gamma is 1), so that no row feels another.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -35,7 +37,7 @@ from .block_softmax import store_words_of_p
 from .dense_frames import HEADROOM
 from .fragments import TokensOnM, pad_layout, padded_size
 from .item_notes import note, noted
-from .mix16_parts import SUM_LOG2, Parts, times, unpack
+from .mix16_parts import CONVERTED, CONVERTED_THREADS, SUM_LOG2, Parts, times, unpack
 from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier
 from .softmax_role import P_RING, P_STAGES, flags_of
 from .wgmma import issue, tiled_mma
@@ -68,11 +70,13 @@ class MixSoftmax(AcrossWarps):
         least: what a token's value is more than.
         rope: whether K has RoPE beside content.
         hides: whether rows of an item see more or less of it.
+        ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
     """
 
     inv_ring = INV_RING
     rope, hides = True, False
     least = 0.5 * NEVER
+    ending: Any = None
 
     def __init__(self, parts: Parts):
         self.parts, self.rows_cta = parts, parts.rows
@@ -108,16 +112,12 @@ class MixSoftmax(AcrossWarps):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             note(cta.st, items, wwarp, slot, rows)
-            cta.q_pipe.consumer_wait(qst)
-            facts = self.begin_queries(cta, qst, batch, rows, wwarp)
-            self.begin_frames(cta.st, m_ref)
+            facts = self.begin_item(cta, qst, batch, rows, m_ref, wwarp)
             l_run.fill(0.0)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
             kst, blocks = self.tiles(
                 cta, tools, (first, last), (qst, kst, blocks), (m_ref, l_run), facts
             )  # fmt: skip
-            cta.q_pipe.consumer_release(qst)
+            self.end_queries(cta, qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
             self.end_frames(cta.st, m_ref)
@@ -125,23 +125,45 @@ class MixSoftmax(AcrossWarps):
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
 
-    def begin_queries(self, cta, qst, batch, rows, wwarp):
-        """An item's row tile of Q, which is there, to 16 bits, and its rows' factors; returns what
-        ``block`` must know of the item.  The meeting of the warps comes behind it."""
-        self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+    def begin_item(self, cta, qst, batch, rows, m_ref, wwarp):
+        """Frames of the item's rows, and Q, which P.V's warps convert; all warps of the role have
+        met then.  Returns what ``block`` must know of the item."""
+        self.begin_frames(cta.st, m_ref)
+        facts = self.facts_of_rows(cta, batch, rows)
+        cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
+        return facts
+
+    def facts_of_rows(self, cta, batch, rows) -> Any:
+        """What ``block`` must know of an item: nothing, as all rows see the same tokens."""
+
+    @cute.jit
+    def free_queries(self, cta, qst, wanted):
+        """Frees Q's stage if ``wanted``: behind the last tile's Q.K, or of an item without tiles.
+        The next item's Q is on its way while that tile's softmax and the row sums are computed."""
+        if wanted:
+            cta.q_pipe.consumer_release(qst)
+
+    def end_queries(self, cta, qst) -> None:
+        """Behind an item's tiles: nothing."""
 
     @cute.jit
     def tiles(self, cta, tools, span, states, rows_out, facts):
         """Tiles ``span`` of an item; returns the next states of the ring and of P."""
         qst, kst, blocks = states
         fresh = Int32(1)  # no token has been seen
+        self.free_queries(cta, qst, span[0] >= span[1])
         for tile in cutlass.range(span[0], span[1], unroll=1):
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
+            self._end_with(qst, tile + 1 == span[1])
             fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
             kst.advance()
             blocks += 1
         return kst, blocks
+
+    def _end_with(self, *ending) -> None:
+        """No loop may assign it: what it assigns goes from tile to tile."""
+        self.ending = ending
 
     def score_mma(self):
         return tiled_mma(F16, self.rows_cta, a_in_registers=True)
@@ -372,9 +394,11 @@ class MixSoftmax(AcrossWarps):
         return (log, inverse, sigma), some
 
     def free_stage(self, cta, kst) -> None:
-        """Both halves; one lane tells for all, whose reads come first."""
+        """Both halves, and behind the last tile Q's; one lane tells for all, whose reads come
+        first."""
         self.parts.free_first_half(cta.st, kst.index)
         cta.k_pipe.consumer_release(kst)
+        self.free_queries(cta, *self.ending)
 
     # ---------------------------------------------------------------- P^T
 

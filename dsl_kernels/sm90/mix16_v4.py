@@ -25,11 +25,6 @@ Timeline of tile i (one stage of the K ring)
     softmax       | Q.K i: 7 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 | P i twice ->
     P.V           | V^T of 16 channels | wait P i | (RoPE, 4 WGMMAs) | 2 WGMMAs, convert .. | free i
 
-Lists are short, so items meet like this: Q's stage is free when the last tile's Q.K is done, the
-announcer has the next item's Q copied then (common/gather_v4.py), out of L2, where it was asked for
-a few tiles ago; while it comes, softmax gives the tile's P and the row sums, and P.V adds that
-tile's products.  P.V's warps convert it, before they write the item's rows.
-
 Registers as mix16.py's.
 
 Shared memory, 64 rows and 3 stages (bytes)
@@ -43,16 +38,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 import cutlass.tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.epilogue import Held, Shared, Woven, write_rows
 from ..common.gather_v4 import LINES
-from ..common.registers import claim_registers
 from ..common.smem import staged
 from ..common.types import BF16, U16, U32
 from ..compat import wgmma_fence
@@ -60,25 +53,20 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.two_list_entry import TwoListEntry, fake_args
-from ..stamp import Stamp
 from . import mix16, transpose
 from .bounds import only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout
-from .item_notes import noted
 from .mix16_parts import SUM_FACTOR
 from .mix16_v4_parts import (
-    CONVERTED,
-    CONVERTED_THREADS,
     STAGE_BYTES,
     C,
-    V4ListSoftmax,
     V4Parts,
     V4Softmax,
     layouts_of,
 )
 from .mix16_v4_stamps import StampedProducts
-from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Layouts
+from .roles import FEW_ROWS, INV_RING, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
 from .wgmma import issue, tiled_mma
 
@@ -130,7 +118,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    made = StampedLists if spec.stamps else ListsV4
+    made = StampedLists if spec.stamps else Mix16V4
     return TwoListEntry(Decode(spec, made(spec))), fake_args(spec)
 
 
@@ -187,19 +175,6 @@ class Mix16V4(mix16.Mix16):
     def layouts(self) -> Layouts:
         return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
 
-    @cute.jit
-    def math_roles(self, cta, wg):
-        """A P.V warpgroup's code is for its half: RoPE is the second's alone."""
-        if wg == 0:
-            claim_registers(self.budget, self.softmax_regs)
-            self.softmax.loop(cta)
-        elif wg == 1:
-            claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, 0)
-        else:
-            claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, 1)
-
     # ---------------------------------------------------------------- operands of P.V
 
     def rope_mma(self):
@@ -254,6 +229,21 @@ class Mix16V4(mix16.Mix16):
 
     # ---------------------------------------------------------------- P.V
 
+    @cute.jit
+    def tiles(self, cta, acc_O, operands, half, span, states, offset, ends):
+        """As the base class'; a P.V warpgroup has code for its half, as RoPE is the second's
+        alone."""
+        kst, pst = states
+        if half == 0:
+            kst, pst = mix16.Mix16.tiles(
+                self, cta, acc_O, operands, 0, span, (kst, pst), offset, ends
+            )  # fmt: skip
+        else:
+            kst, pst = mix16.Mix16.tiles(
+                self, cta, acc_O, operands, 1, span, (kst, pst), offset, ends
+            )  # fmt: skip
+        return kst, pst
+
     def products(self, st, acc_O, operands, kst, pst, tile, first) -> None:
         """Adds V^T P^T of a tile to O^T: RoPE's WGMMAs, which need no conversion, then a unit's
         while the next is converted.  The last unit's are committed, not waited for; by then RoPE's
@@ -287,8 +277,8 @@ class Mix16V4(mix16.Mix16):
 
     @cute.jit
     def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):
-        """Normalised O^T fragment -> rows.  Of content fragment rows g and g + 8 are d = 2g and
-        2g + 1 of a block's 16 channels; of RoPE g and g + 8, which lanes swap to be so."""
+        """Normalised O^T fragment, as ``align`` leaves it, -> rows: fragment rows g and g + 8 are
+        d = 2g and 2g + 1 of a block's 16 channels."""
         tidx, _, _ = cute.arch.thread_idx()
         # out of a shuffle, so that no address is made before the tiles, which have the registers
         lane = cute.arch.shuffle_sync(tidx % 32, tidx % 32)
@@ -308,7 +298,7 @@ class Mix16V4(mix16.Mix16):
             for d in cutlass.range_constexpr(BLOCKS):
                 pair = cute.make_rmem_tensor((2,), Float32)
                 # in this order: the product of both factors may be too small for fp32
-                pair[0], pair[1] = self.pair_of(acc_O, d, v, half, lane)
+                pair[0], pair[1] = self.pair_of(acc_O, d, v)
                 for e in range(2):
                     pair[e] = pair[e] * inverse
                 runs[BLOCK * d] = pair
@@ -319,90 +309,8 @@ class Mix16V4(mix16.Mix16):
             if lane == 0:
                 frees.arrive_empty(st, 0)
 
-    def pair_of(self, acc_O, d: int, v: int, half, lane):
+    def pair_of(self, acc_O, d: int, v: int):
         """Channels 2 g and 2 g + 1 of a block, without the row's factor."""
-        low, high = acc_O[d][v], acc_O[d][v + 2]
-        if half == 1 and d + 1 == BLOCKS:
-            return self.neighbours(low, high, lane)
-        return low * SUM_FACTOR, high * SUM_FACTOR
-
-    @staticmethod
-    def neighbours(low, high, lane):
-        """Channels 2 g and 2 g + 1 of lanes that have g (``low``) and g + 8 (``high``)."""
-        upper, out = lane >= 16, []
-        for e in range(2):
-            source = (lane // 4 * 2 + e) % 8 * 4 + lane % 4
-            of_low, of_high = (cute.arch.shuffle_sync(x, source) for x in (low, high))
-            out.append(cutlass.select_(upper, of_high, of_low))
-        return out
-
-
-class ListsV4(Mix16V4):
-    """``Mix16V4`` of lists, which are short: P.V's warps convert each item's Q, the next one's
-    before they write an item's rows, while softmax is at its row sums."""
-
-    softmax_class = V4ListSoftmax
-
-    @cute.jit
-    def math_roles(self, cta, wg):
-        """Warpgroups of P.V have loops over tiles of their own, and the rest in common."""
-        if wg == 0:
-            claim_registers(self.budget, self.softmax_regs)
-            self.softmax.loop(cta)
-        else:
-            claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, wg - 1)
-
-    @cute.jit
-    def pv_loop(self, cta, half):
-        tidx, _, _ = cute.arch.thread_idx()
-        st, layouts, gmem, part = cta.st, cta.layouts, cta.gmem, cta.part
-        span = self.parts.work.items_of(gmem.work, part)
-        shape = self.pv_mma().partition_shape_C((BLOCK, self.rows_cta))
-        acc_O = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
-        operands = self.pv_operands(st, layouts)
-        consumer = pipeline.PipelineUserType.Consumer
-        qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
-        kst = pipeline.make_pipeline_state(consumer, self.stages)
-        pst = pipeline.make_pipeline_state(consumer, P_STAGES)
-        items = Int32(0)  # behind us
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        self.convert(cta, qst, span[0] < span[1], half, wwarp)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
-            offset = self.own_offset(wwarp)
-            for d in cutlass.range_constexpr(BLOCKS):
-                acc_O[d].fill(0.0)
-            if half == 0:
-                kst, pst = self.tiles_of(cta, acc_O, operands, 0, (first, last), kst, pst, offset)
-            else:
-                kst, pst = self.tiles_of(cta, acc_O, operands, 1, (first, last), kst, pst, offset)
-            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
-            qst.advance()
-            if first >= last:  # no P has told that softmax has heard of this item's Q
-                INV_RING.wait_full(st, 0, items & 1)
-            self.convert(cta, qst, i + 1 < span[1], half, wwarp)
-            self.align(acc_O[-1], half)
-            INV_RING.wait_full(st, 0, items & 1)
-            slot, rows = noted(st, items, wwarp, self.rows_cta)
-            self.write_rows(st, gmem.results, acc_O, slot, rows, half, INV_RING)
-            self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
-            items += 1
-
-    @cute.jit
-    def tiles_of(self, cta, acc_O, operands, half: cutlass.Constexpr, span, kst, pst, offset):
-        """An item's tiles; returns the next states of the ring and of P."""
-        tidx, _, _ = cute.arch.thread_idx()
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        for _ in cutlass.range(span[0], span[1], unroll=1):
-            cta.k_pipe.consumer_wait(kst)
-            self.pv_block(cta.st, cta.k_pipe, acc_O, operands, half, kst, pst, offset, wwarp)
-            kst.advance()
-            pst.advance()
-        return kst, pst
-
-    def pair_of(self, acc_O, d: int, v: int, half, lane):
-        """As the base class', of an O^T whose last block is as ``align`` leaves it."""
         low, high = acc_O[d][v], acc_O[d][v + 2]
         return (low, high) if d + 1 == BLOCKS else (low * SUM_FACTOR, high * SUM_FACTOR)
 
@@ -420,17 +328,16 @@ class ListsV4(Mix16V4):
                 v = 4 * (x // 2) + x % 2
                 last[v], last[v + 2] = self.neighbours(last[v], last[v + 2], lane)
 
-    @cute.jit
-    def convert(self, cta, qst, there, half, wwarp):
-        """An item's Q to f16, eight rows a warp, if it is ``there``; softmax hears of it."""
-        if there:
-            cta.q_pipe.consumer_wait(qst)
-            group = half * SOFTMAX_WARPS + wwarp
-            if group < self.rows_cta // 8:
-                self.parts.queries.eight_rows(cta.st, qst.index, cta.call, group)
-                cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier_arrive(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
+    @staticmethod
+    def neighbours(low, high, lane):
+        """Channels 2 g and 2 g + 1 of lanes that have g (``low``) and g + 8 (``high``)."""
+        upper, out = lane >= 16, []
+        for e in range(2):
+            source = (lane // 4 * 2 + e) % 8 * 4 + lane % 4
+            of_low, of_high = (cute.arch.shuffle_sync(x, source) for x in (low, high))
+            out.append(cutlass.select_(upper, of_high, of_low))
+        return out
 
 
-class StampedLists(StampedProducts, ListsV4):
-    """``ListsV4`` that records its items' events."""
+class StampedLists(StampedProducts, Mix16V4):
+    """``Mix16V4`` that records its items' events."""

@@ -173,7 +173,7 @@ class V41Parts(ContentParts):
             readers=K_READERS, by_lines=bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales = V41Scales(self.stages)
-        self.queries = ContentRows(self.rows, sum(Q_READERS.values()))
+        self.queries = ContentRows(self.rows)
         self.stamps = Stamps(bool(spec.stamps))
 
 

@@ -28,7 +28,6 @@ from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from . import mix16_v4
 from .decode import Decode, infeasible
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
-from .mix16_parts import RecordQueries
 from .mix16_v4_parts import EXPONENT_AT, LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class PagedV4Softmax(PagedSoftmax, V4Softmax):
 class PagedV4Parts(V4Parts):
     """``V4Parts`` of pages."""
 
-    lists, loader, queries_of = AnyPages, GatherPagesV4, RecordQueries
+    lists, loader = AnyPages, GatherPagesV4
     scales_of, rows_of_q = PagedV4Scales, LimitedV4Rows
     queries: LimitedV4Rows
 

@@ -7,43 +7,36 @@ the rows that see the token NaN.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass import Float32, Uint32
+from cutlass.cute.nvgpu import warp
 
 from .. import compat
 from ..cache_records.ds_mla import LEAST_SCALE
 from ..cache_records.v4 import CONTENT, GROUPS, SCALE_BYTES
 from ..common.cache_format import CacheFormat, Plane
-from ..common.gather_v4 import LINES, GatherV4Lists, TwoLists
+from ..common.gather_v4 import LINES, GatherV4, TwoLists
 from ..common.smem import array
 from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
-from ..common.work_list import LOG2E
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..stamp import Stamp
-from .fragments import padded_size, row_position
 from .mix16_parts import (
     APART,
-    EXPONENT_BIAS,
     LEAST_KEY_SIGMA,
-    Q_TOP,
     SUM_FACTOR,
     Parts,
     QueryRows,
     RecordQueries,
     RecordScales,
-    larger_halves,
     pack_f16,
-    times_bf16,
 )
 from .mix16_softmax import MixSoftmax
-from .roles import K_READERS, PV_WARPS, Q_READERS, SOFTMAX_WARPS, Layouts
+from .roles import K_READERS, Q_READERS, Layouts
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -56,10 +49,7 @@ WORDS = 8  # of a token's ratios for K, one of them unused: two stores of 16 byt
 STAGE_BYTES = TILE * (C + 2 * R + SCALE_BYTES + 4 * (4 + WORDS) + 2 * GROUPS)
 STEPS = 4  # k steps of a group, which are converted at once
 LINE = 128
-HALF = 4  # chunks of 16 bytes of half a column block's line
 EXPONENT_AT = 23  # of an fp32 number
-CONVERTED = 4  # named barrier: P.V's warps have converted Q for softmax
-CONVERTED_THREADS = 32 * (SOFTMAX_WARPS + PV_WARPS)
 
 
 def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
@@ -91,31 +81,6 @@ def of_tile(largest, named, top):
     return top, least, some
 
 
-class QueriesAhead(RecordQueries):
-    """``RecordQueries`` that come to L2 when they are asked for: ``tile_of_q.ahead(i)``."""
-
-    def issuer(self, st, pipe, layouts, source, work, call):
-        tile_of_q = super().issuer(st, pipe, layouts, source, work, call)
-
-        def ahead(i):
-            batch, *_ = self.work.item_at(work, i)
-            rows = self.work.rows_at(work, call, i, batch, self.rows)
-            for plane, loaded, tiles in self._planes(st, source, layouts):
-                _, tile = self._partition(plane, loaded, tiles, rows)
-                cute.prefetch(loaded.atom, tile)
-
-        tile_of_q.ahead = ahead
-        return tile_of_q
-
-    def _partition(self, plane, loaded, tiles, rows):
-        """(stages in shared memory, a row tile in global memory), as TMA's copies take them."""
-        moved = cute.domain_offset((rows.first, 0), loaded.coords)
-        return cpasync.tma_partition(
-            loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
-            cute.group_modes(cute.local_tile(moved, (self.rows, plane.width), (0, 0)), 0, 2),
-        )  # fmt: skip
-
-
 class V4QueryRows(QueryRows):
     """``QueryRows`` of seven column blocks: the last lanes have one block, not two."""
 
@@ -127,53 +92,10 @@ class V4QueryRows(QueryRows):
         return cutlass.select_(there, at + x * (4 * block), at)
 
     @cute.jit
-    def _convert(self, line, x, part, lane, power):
-        """A lane's column block of turn ``x`` to f16, if there is one."""
+    def _convert(self, line, x, part, half, lane, power):
+        """Half of a lane's column block of turn ``x`` to f16, if there is one."""
         if part + 4 * x < BLOCKS:
-            self._to_f16(line, lane, power)
-
-
-class FrugalRows(V4QueryRows):
-    """``V4QueryRows`` that P.V's warps convert, half a column block at a time: beside O they have
-    few registers, and a short loop is soon fetched, which each item finds cold."""
-
-    @cute.jit
-    def eight_rows(self, st, stage, call, group):
-        """In place, rows from 8 ``group`` on, by a warp whose lanes are dealt out as ``convert``
-        says."""
-        lane = cute.arch.lane_idx()
-        row, part = group * 8 + lane % 8, lane // 8
-        block = const_expr(self.rows * 128)
-        at = st.qc.data_ptr().toint() + stage * (self.rows * self.channels * 2) + row * 128
-        at = at + part * block
-        largest = Uint32(compat.opaque(Int32(0)))
-        for x in cutlass.range(4, unroll=1):
-            words = self._words(self._line(at, x // 2, part, block), lane, HALF, x % 2 * HALF)
-            largest = larger_halves(largest, self._largest(words))
-        at_r, rope = self._rope_words(st, stage, row, part, lane)
-        field = self._exponent(largest, self._largest(rope))
-        power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)  # of bf16
-        power = power | (power << Uint32(16))
-        self._store_rope(at_r, lane, rope, 2 * part, power)
-        if part == 0:
-            factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
-            back = ((field - Uint32(Q_TOP)) << Uint32(EXPONENT_AT)).bitcast(Float32)  # 2^-p
-            factors[row_position(row, self.rows)] = call.softmax_scale * LOG2E * back
-        for x in cutlass.range(4, unroll=1):
-            if part + x // 2 * 4 < BLOCKS:
-                self._half_to_f16(at + x // 2 * (4 * block), lane, x % 2 * HALF, power)
-
-    def _half_to_f16(self, line, lane, first, power):
-        """32 channels, chunks from ``first`` on; see ``_to_f16``."""
-        chunks = self._words(line, lane, HALF, first)
-        words = [times_bf16(four[w], power) for four in chunks for w in range(4)]
-        for c in range(HALF):
-            four = cute.make_rmem_tensor((4,), U32)
-            for i in range(4):
-                word = words[8 * (c // 2) + 2 * i + c % 2]
-                low = (word << Uint32(16)).bitcast(Float32)
-                four[i] = pack_f16(low, (word & Uint32(0xFFFF0000)).bitcast(Float32))
-            cute.autovec_copy(four, self._chunk(line, lane, first + c))
+            self._to_f16(line, half, lane, power)
 
 
 class V4Scales(RecordScales):
@@ -244,8 +166,8 @@ class V4Parts(Parts):
     """
 
     lists: Any = TwoLists
-    loader: Any = GatherV4Lists
-    queries_of, scales_of, rows_of_q = QueriesAhead, V4Scales, FrugalRows
+    loader: Any = GatherV4
+    queries_of, scales_of, rows_of_q = RecordQueries, V4Scales, V4QueryRows
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
@@ -258,7 +180,7 @@ class V4Parts(Parts):
             halves=bool(spec.halves),
         )  # fmt: skip
         self.scales = self.scales_of(stages)
-        self.queries = self.rows_of_q(self.rows, sum(Q_READERS.values()))
+        self.queries = self.rows_of_q(self.rows)
         self.stamps = Stamps(bool(spec.stamps))
 
     def tile_fields(self, layouts: Layouts) -> dict:
@@ -306,71 +228,3 @@ class V4Softmax(MixSoftmax):
             t[v] = t[v] * inverse[self.fragment.token(v)]
         base = st.pr.data_ptr().toint() + buf * (self.rows_cta * TILE * 2)
         self.store_p(base, t, wwarp, lane, BF16)
-
-
-class FreedEarly(NamedTuple):
-    """The ring of Q as the softmax role's loop knows it, which would wait for a stage, as P.V does
-    here, and free it behind the last tile's softmax.
-
-    Attributes:
-        pipe: the ring.
-    """
-
-    pipe: Any
-
-    def consumer_wait(self, state) -> None:
-        """Nothing."""
-
-    def consumer_release(self, state) -> None:
-        """Nothing."""
-
-
-class V4ListSoftmax(V4Softmax):
-    """``V4Softmax`` of lists, whose items are short.
-
-    An item's Q is free when the last tile's Q.K is done: the next one's is on its way while that
-    tile's softmax and the row sums are computed.  P.V's warps convert it.
-
-    Attributes:
-        ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
-    """
-
-    ending: Any = None
-
-    def begin_queries(self, cta, qst, batch, rows, wwarp) -> None:
-        """Nothing but to wait for P.V's warps."""
-        cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
-
-    def loop(self, cta) -> None:
-        """The role, from the first item to the last."""
-        super().loop(cta._replace(q_pipe=FreedEarly(cta.q_pipe)))
-
-    @cute.jit
-    def tiles(self, cta, tools, span, states, rows_out, facts):
-        """As the base class'; Q's stage is free behind them."""
-        qst, kst, blocks = states
-        fresh = Int32(1)  # no token has been seen
-        if span[0] >= span[1]:
-            cta.q_pipe.pipe.consumer_release(qst)
-        for tile in cutlass.range(span[0], span[1], unroll=1):
-            cta.k_pipe.consumer_wait(kst)
-            self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-            self._end_with(qst, tile + 1 == span[1])
-            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
-            kst.advance()
-            blocks += 1
-        return kst, blocks
-
-    def _end_with(self, *ending) -> None:
-        """No loop may assign it: what it assigns goes from tile to tile."""
-        self.ending = ending
-
-    def free_stage(self, cta, kst) -> None:
-        """And of the last tile Q's."""
-        super().free_stage(cta, kst)
-        self._free_queries(cta, *self.ending)
-
-    @cute.jit
-    def _free_queries(self, cta, qst, last):
-        if last:
-            cta.q_pipe.pipe.consumer_release(qst)

@@ -17,12 +17,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ..common.gather_v4 import GatherV4Lists
+from ..common.gather_v4 import GatherV4
 from ..common.smem import array
 from ..common.stamps import WARPGROUP, Stamps
 from ..item_stamp import EVENTS, KEPT, SLOTS, Event
 from ..stamp import Stamp
-from .mix16_v4_parts import QueriesAhead, V4ListSoftmax, V4Parts, V4Scales
+from .mix16_parts import RecordQueries
+from .mix16_v4_parts import V4Parts, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -107,8 +108,8 @@ class ItemStamps(Stamps):
                 words[n, event, part * ctas + x] = time
 
 
-class StampedGather(GatherV4Lists):
-    """``GatherV4Lists`` that records.
+class StampedGather(GatherV4):
+    """``GatherV4`` that records.
 
     Attributes:
         stamps: the recorder.
@@ -134,8 +135,8 @@ class StampedGather(GatherV4Lists):
         self.stamps.mark(Event.COPIES_ISSUED)
 
 
-class StampedQueries(QueriesAhead):
-    """``QueriesAhead`` that records."""
+class StampedQueries(RecordQueries):
+    """``RecordQueries`` that records."""
 
     stamps: ItemStamps
 
@@ -177,16 +178,16 @@ class StampedParts(V4Parts):
         return {**self.stamps.fields, **super().tile_fields(layouts)}
 
 
-class StampedSoftmax(V4ListSoftmax):
-    """``V4ListSoftmax`` that records."""
+class StampedSoftmax(V4Softmax):
+    """``V4Softmax`` that records."""
 
     def loop(self, cta):
         self.parts.stamps.of(cta.st, cta.gmem.results)
         super().loop(cta)
 
-    def begin_queries(self, cta, qst, batch, rows, wwarp):
+    def begin_item(self, *args):
         self.parts.stamps.mark(Event.Q_WAITED)
-        super().begin_queries(cta, qst, batch, rows, wwarp)
+        super().begin_item(*args)
         self.parts.stamps.mark(Event.Q_CONVERTED)
 
     def block(self, *args):
