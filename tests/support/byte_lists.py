@@ -27,7 +27,8 @@ WINDOWS = (
 )  # fmt: skip
 ANY_BYTES = (0, 0x7F, 0xFE, 0xFF)
 # An LSE is the sum of a frame and of the logarithm of a mass over scales, numbers of 16 to 32: so
-# much may be missing of it, two last places of such in fp32, where one token makes a row.
+# much may be missing of it, two last places of such in fp32, where one token makes a row
+# (docs/numerics.md, "Bytes with several scales a token").
 LSE_PLACES = 2.0**-18
 
 
