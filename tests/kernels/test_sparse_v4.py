@@ -215,6 +215,6 @@ def test_rows_of_one_token(name: str) -> None:
     """Their LSE is a logit, within ``LSE_PLACES``; FlashMLA's gate, 1e-6 where it is near 0, holds
     of most of them only (docs/numerics.md)."""
     spec, kernel = kernel_of(name)
-    job = RecordJob(spec, RecordShape(16, 1, (1,) * 6, 64, parts=1, dense=True))
+    job = RecordJob(spec, RecordShape(16, 1, (1,) * 6, 64, parts=1, dense=True, powers=True))
     found = byte_lists.lone_tokens(job, job.run(kernel)[1])
     assert found.rows == 96 and found.worst <= byte_lists.LSE_PLACES, found
