@@ -126,7 +126,7 @@ def test_least_scales_and_nan(fmt: str, rows: int) -> None:
 def test_one_list_is_two(fmt: str, rows: int) -> None:
     """The second half of a list as a list of its own over the same cache: the same bits."""
     spec, kernel = kernel_of(rows, fmt)
-    for style in ("swings", "plain"):
+    for style in ("swings", "plain"):  # one tile weighs all, or every token
         shape = RecordShape(rows - 3, 1000, (1000, 200, 64), 64, parts=1, style=style)
         byte_lists.assert_one_list_is_two(RecordJob(spec, shape, device="cuda"), kernel)
 

@@ -182,7 +182,7 @@ def test_two_lists(name: str, style: str) -> None:
 def test_one_list_is_two(name: str) -> None:
     """The second half of a list as a list of its own over the same cache: the same bits."""
     spec, kernel = kernel_of(name)
-    job = RecordJob(spec, RecordShape(9, 256, (256, 200), 64, parts=1, style="swings"))
+    job = RecordJob(spec, RecordShape(9, 256, (256, 200), 64, parts=1))
     byte_lists.assert_one_list_is_two(job, kernel)
 
 
