@@ -1,4 +1,4 @@
-"""What sparse decode over caches of bytes promises of bytes and lists, on any device.
+"""What attention over caches of bytes promises of bytes and lists, on any device.
 
 Each takes a job on that device, and its kernel.
 """
@@ -59,7 +59,8 @@ def whole_pages(cache: Tensor) -> Tensor:
 
 def assert_bytes_of_nobody(job: RecordJob, kernel: Any) -> None:
     """V4's eighth byte behind a token's scales, what lies between pages or rows, tokens that no
-    list names: any bytes, the same results, which are right.  Of both caches, if there are two."""
+    list names: any bytes, the same results, which are right.  Of both caches, if there are two.
+    The layout is ``padded``."""
     out, lse = job.run(kernel)
     lists = [(job.cache, job.indices)]
     if job.extra is not None:
