@@ -17,11 +17,15 @@
 #                              below at 960 or more: its own budget is then 900 s)
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
 #                              the record (profiles.test_record); SGLang's take build/sglang along
-#                              (python -m tests.support.carry_sglang makes it)
+#                              (python -m tests.support.carry_sglang makes it); runs of parts of
+#                              the files are one record by profiles.test_record join
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
+#   append[:ARG,ARG...]        appending tokens, alone and in a step, beside vLLM's op
+#                              (profiles.append_cost ARG ARG...; append:--against,build/checkouts/NAME
+#                              beside a packed checkout)
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   f16                        decode with exact logits beside the default (profiles.logits_cost)
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
@@ -66,6 +70,8 @@
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
+#   item-stamps[:SHAPE,SHAPE...]  times of the events of V4 decode's items (profiles.item_stamps has
+#                              the shapes, and the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
 #   fidelity-high              accuracy="high" in layers and drift of one small model, which it
 #                              trains first (profiles.fidelity high); before pack: python -m codegen
@@ -255,7 +261,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
                 --junitxml "$work/tests.xml" ${files:-tests} 2>&1 | tee "$work/tests.log"
             local code=${PIPESTATUS[0]}
-            "$python" -m profiles.test_record "$work/tests.xml" --part "$part" --out "$work"
+            "$python" -m profiles.test_record page "$work/tests.xml" --part "$part" --out "$work"
             return "$code"
             ;;
         profile)
@@ -271,7 +277,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
         sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
-            sparse-prefill-cache | mha | dsa | dsa-step)
+            sparse-prefill-cache | mha | dsa | dsa-step | append)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
@@ -300,6 +306,10 @@ run_part() {
         stamps)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
+            ;;
+        item-stamps)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.item_stamps --out "$work" ${what//,/ }
             ;;
         record)
             timeout -k 10 "$seconds" "$python" -m profiles.record_softgpu record \

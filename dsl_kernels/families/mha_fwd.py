@@ -25,8 +25,7 @@ AXES = (
     Axis("d_v", "v", (128, 256), _of_head(VALUES), named=False),
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
     Axis("key_tile", "t", (128, 80), _of_head(KEY_TILE), named=False),  # keys at a time
-    Axis("q_steps", "q", (0, 4, 6), _q_steps, named=False),  # 16-channel steps of Q in registers
-    Axis("order", "", ("turns", "free"), "turns", named=False),  # of the two consumers' products
+    Axis("q_steps", "q", (0, 4), _q_steps, named=False),  # 16-channel steps of Q in registers
 )
 
 

@@ -165,7 +165,7 @@ class MhaFwd:
     def __init__(self, spec: VariantSpec):
         self.d_qk, self.d_v, self.dtype = spec.d_qk, spec.d_v, compat.dtype(spec.dtype)
         self.tile, self.budget = spec.key_tile, budget(spec)
-        self.turns, self.q_steps = spec.order == "turns", spec.q_steps
+        self.q_steps = spec.q_steps
         self.loads = Loads(spec)
         self.rows = Rows(self.dtype, spec.d_v)
 
@@ -272,9 +272,8 @@ class MhaFwd:
             cute.make_rmem_tensor((2,), t) for t in (Float32, Float32, Int32)
         )  # fmt: skip
         state = (frame, total, scale, limit)
-        if const_expr(self.turns):  # noqa: SIM102 (a compile-time condition and another)
-            if which == 1:  # the first turn is the other's
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
+        if which == 1:  # the first turn is the other's
+            cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
         kc, done, count, phases = Int32(0), Int32(0), Int32(0), Int32(0)
         head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
         while head >= 0:
@@ -314,9 +313,8 @@ class MhaFwd:
             self.rows.write(results, acc_o, frame, total, q0, s_q, head, row)
             count += 1
             head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
-        if const_expr(self.turns):  # noqa: SIM102
-            if which == 0:  # the last turn that was passed on
-                cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
+        if which == 0:  # the last turn that was passed on
+            cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
 
     def _operands(self, st, layouts, thread, which):
         """MMAs, operands and accumulators of a consumer."""
@@ -386,16 +384,14 @@ class MhaFwd:
         kc = vc + 1
         slot, v_slot = kc % STAGES, vc % STAGES
         self.loads.k.wait_full(st, slot, (kc // STAGES) & 1)
-        if const_expr(self.turns):
-            cute.arch.barrier(barrier_id=1 + which, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier(barrier_id=1 + which, number_of_threads=2 * WARPGROUP)
         compat.wgmma_fence()
         self._scores(mma_s, acc_s, r_q, r_k[None, None, None, slot])
         self.loads.v.wait_full(st, v_slot, (vc // STAGES) & 1)
         compat.wgmma_fence()
         issue(mma_o, acc_o, r_p, r_v[None, None, None, v_slot], accumulate=True)
         warpgroup.commit_group()
-        if const_expr(self.turns):
-            cute.arch.barrier_arrive(barrier_id=2 - which, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier_arrive(barrier_id=2 - which, number_of_threads=2 * WARPGROUP)
         warpgroup.wait_group(1)
         release(self.loads.k, st, slot)
         gamma0, gamma1, moved = self._softmax(acc_s, state, first, masked)

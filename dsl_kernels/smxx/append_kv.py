@@ -17,7 +17,7 @@ Timeline     wait for the previous grid | load row, slot | max, redux | scale, d
 Bytes moved  per token 1152 read (16-bit input) + 644 written + the slot; + 256 (fp32) or 128 of
              angles and the position, and the weight's 1024 once (L1, L2).
 
-bytes        (``byte_records.py``, ``cache_records``) a scale for each group of channels, found by
+bytes        (``append_bytes.py``, ``cache_records``) a scale for each group of channels, found by
              the lanes that have them; of 656 bytes a token scales are written by two lanes.
 
 16-bit rows  one warp a token and head, load row, slot | store; 1152 read + 1152 written; another
@@ -38,7 +38,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import byte_records, quant, stored
+from . import append_bytes, byte_records, quant, stored
 from . import rope as rotary
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ class IntoBytes:
     """Host halves for a record of bytes.
 
     Attributes:
-        target: class of its caches (``byte_records.target_of``).
+        target: class of its caches (``append_bytes.target_of``).
         neox: style of RoPE that is still to be applied.
     """
 
     def __init__(self, record: Record, neox: bool) -> None:
-        self.target, self.neox = byte_records.target_of(record), neox
+        self.target, self.neox = append_bytes.target_of(record), neox
 
     @cute.jit
     def applied(
@@ -225,6 +225,16 @@ def _launch(
         )
 
 
+def _slot(slot_mapping: cute.Tensor, token: Any) -> Any:
+    """Loads where a token goes.
+
+    A strong load: a plain one ptxas sinks to its use, behind everything else, where the warp would
+    wait for memory a second time.
+    """
+    at, dt = slot_mapping.iterator + token, slot_mapping.element_type
+    return Int64(dt(cute.arch.load(at, dt, **compat.STRONG)))
+
+
 def _quantised(cache: Any, *token: Any) -> stored.Stores:
     """Calls the cache's method: called in a branch, it would make the cache a result of that."""
     return cache.quantised(*token)
@@ -232,7 +242,7 @@ def _quantised(cache: Any, *token: Any) -> stored.Stores:
 
 @cute.kernel
 def _append_kv(
-    cache: Any,  # stored.Fp8Cache, byte_records.Target
+    cache: Any,  # stored.Fp8Cache, append_bytes.Target
     c_kv: cute.Tensor,
     k_rope: Any,  # None of a record without
     slot_mapping: cute.Tensor,
@@ -246,18 +256,15 @@ def _append_kv(
     lane = tidx % quant.WARP
     token = block * WARPS + tidx // quant.WARP
     dt = c_kv.element_type
-    compat.pdl_wait()
-    compat.pdl_launch_dependents()
     if token < c_kv.shape[0]:
+        # constants and addresses, while the previous grid is at work
+        content = c_kv.iterator + Int64(token) * c_kv.stride[0]
+        rope = None if k_rope is None else k_rope.iterator + Int64(token) * k_rope.stride[0]
+        compat.pdl_wait()
+        compat.pdl_launch_dependents()
         position = None if angles is None else angles.positions[token]
-        chunks, rope_words = quant.load_row(
-            c_kv.iterator + Int64(token) * c_kv.stride[0],
-            None if k_rope is None else k_rope.iterator + Int64(token) * k_rope.stride[0],
-            lane,
-            dt,
-            cache.channels[0],
-        )
-        slot = Int64(slot_mapping[token])
+        slot = _slot(slot_mapping, token)
+        chunks, rope_words = quant.load_row(content, rope, lane, dt, cache.channels[0])
         if cutlass.const_expr(norm is not None):
             weight = rotary.load_weight(norm, lane, dt)
         if cutlass.const_expr(angles is not None):

@@ -132,11 +132,10 @@ def _list(
         splits = _splits(lengths, work, sums, split)
         begin, words = _bases_at(split) + cu_seqlens_q.shape[0] - 1, ENTRY_WORDS
     cute.arch.sync_threads()
-    entries = (begin, words, None if split is None else _bases_at(split))
     if cutlass.const_expr(split is None):
         _each_sequence(lengths, work, places, causal, shift, False)
     else:
-        _each_tile(lengths, work, places, causal, shift, entries, False)
+        _each_piece(lengths, work, places, causal, shift, (begin, _bases_at(split)), False)
     cute.arch.sync_threads()
     first, second = places[2 * tidx], places[2 * tidx + 1]
     upto, _, total, _ = scan(sums, first + second, Int32(0), True)
@@ -154,7 +153,7 @@ def _list(
     if cutlass.const_expr(split is None):
         _each_sequence(lengths, work, places, causal, shift, True)
     else:
-        _each_tile(lengths, work, places, causal, shift, entries, True)
+        _each_piece(lengths, work, places, causal, shift, (begin, _bases_at(split)), True)
 
 
 def _bases_at(split: Any) -> Any:
@@ -197,44 +196,38 @@ def _splits(lengths: Any, work: cute.Tensor, sums: cute.Tensor, split: Any) -> I
 
 
 @cute.jit
-def _each_tile(
+def _each_piece(
     lengths: Any, work: cute.Tensor, places: cute.Tensor, causal: Int32, shift: Int32,
     entries: Any, write: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """Counts the tiles by keys seen, or writes each to the next place of its count.
+    """Counts the pieces by keys seen, or writes each to the next place of its count.
 
-    ``entries``: where the list begins, words of an entry, and where the first partial rows stand.
+    ``entries``: where the list begins, and where the sequences' first partial rows stand.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
     cu_q, cu_k = lengths
-    begin, words, bases = entries
-    room = (work.shape[0] - begin) // words
+    begin, bases = entries
+    room = (work.shape[0] - begin) // ENTRY_WORDS
     for sequence in cutlass.range(warp, cu_q.shape[0] - 1, WARPS, unroll=1):
         s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
         tiles = (s_q + (ROWS - 1)) // ROWS
-        base, pieces = Int32(-1), Int32(1)
-        if cutlass.const_expr(bases is not None):
-            base = work[bases + sequence]
-            if base >= 0:
-                pieces = pieces_of(s_q, s_k)
-                tiles = tiles * pieces
+        base, pieces = work[bases + sequence], Int32(1)
+        if base >= 0:
+            pieces = pieces_of(s_q, s_k)
+            tiles = tiles * pieces
         for x in cutlass.range(lane, tiles, quant.WARP, unroll=1):
-            tile, piece = x, Int32(0)
-            if cutlass.const_expr(bases is not None):
-                tile = x // pieces
-                piece = x - tile * pieces
+            tile = x // pieces
+            piece = x - tile * pieces
             seen = key_tiles(s_q, s_k, tile, causal)
-            if cutlass.const_expr(bases is not None):
-                end = cutlass.min(seen, piece_begin(s_k, pieces, piece + 1))
-                seen = cutlass.max(end - piece_begin(s_k, pieces, piece), 0)
-            count = seen >> shift
+            end = cutlass.min(seen, piece_begin(s_k, pieces, piece + 1))
+            count = cutlass.max(end - piece_begin(s_k, pieces, piece), 0) >> shift
             place = places.iterator + (BINS - 1 - cutlass.min(count, BINS - 1))
             at = Int32(cute.arch.atomic_add(place, Int32(1)))
             if cutlass.const_expr(write):  # noqa: SIM102 (a compile-time condition and another)
                 if at < room:
-                    for word, value in enumerate((sequence, tile, piece, base)[:words]):
-                        work[begin + words * at + word] = Int32(value)
+                    for word, value in enumerate((sequence, tile, piece, base)):
+                        work[begin + ENTRY_WORDS * at + word] = Int32(value)
 
 
 @cute.jit
@@ -242,7 +235,7 @@ def _each_sequence(
     lengths: Any, work: cute.Tensor, places: cute.Tensor, causal: Int32, shift: Int32,
     write: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """As ``_each_tile``, by the keys that a sequence's longest row tile sees, which is its last: a
+    """As ``_each_piece``, by the keys that a sequence's longest row tile sees, which is its last: a
     sequence takes places for all of its row tiles together."""
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
