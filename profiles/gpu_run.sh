@@ -17,7 +17,8 @@
 #                              below at 960 or more: its own budget is then 900 s)
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
 #                              the record (profiles.test_record); SGLang's take build/sglang along
-#                              (python -m tests.support.carry_sglang makes it)
+#                              (python -m tests.support.carry_sglang makes it); runs of parts of
+#                              the files are one record by profiles.test_record join
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
@@ -69,6 +70,8 @@
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
+#   item-stamps[:SHAPE,SHAPE...]  times of the events of V4 decode's items (profiles.item_stamps has
+#                              the shapes, and the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
 #   fidelity-high              accuracy="high" in layers and drift of one small model, which it
 #                              trains first (profiles.fidelity high); before pack: python -m codegen
@@ -258,7 +261,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
                 --junitxml "$work/tests.xml" ${files:-tests} 2>&1 | tee "$work/tests.log"
             local code=${PIPESTATUS[0]}
-            "$python" -m profiles.test_record "$work/tests.xml" --part "$part" --out "$work"
+            "$python" -m profiles.test_record page "$work/tests.xml" --part "$part" --out "$work"
             return "$code"
             ;;
         profile)
@@ -303,6 +306,10 @@ run_part() {
         stamps)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
+            ;;
+        item-stamps)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.item_stamps --out "$work" ${what//,/ }
             ;;
         record)
             timeout -k 10 "$seconds" "$python" -m profiles.record_softgpu record \

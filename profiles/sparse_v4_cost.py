@@ -7,6 +7,11 @@ tokens in pages of 64, or the first list alone.  FlashMLA takes 64 or 128 heads,
 are padded as its callers pad them.  As in profiles.sparse_cost calls are captured in CUDA graphs
 over several sets of random indices and replayed in turn; before that, results of some query tokens
 are compared with fp64 on what the caches store.
+
+    python -m profiles.sparse_v4_cost --peers DIR --sweep
+
+times short work cut in other ways instead, ``sparse_v4_sweep.md``: query heads of a CTA, and after
+how many tokens a list is cut (0: as the planner would), FlashMLA beside them.
 """
 
 from __future__ import annotations
@@ -29,12 +34,15 @@ from torch import Tensor
 
 import snapmla
 from codegen.artifacts import write_atomic
+from dsl_kernels.dims import TOKEN_TILE
 from profiles import timing
 from profiles.bench import command_line, commit
 from profiles.machine import machine
 from profiles.sparse_cost import Contender, Results, in_turn
 from snapmla import flash_mla
 from snapmla.cache import PagedKVCache
+from snapmla.sparse.decode import sparse_decode
+from snapmla.sparse.two_lists import Second
 from snapmla.testing import metrics
 
 SCALE, TOKENS = 512**-0.5, 1 << 20  # tokens of each cache
@@ -45,6 +53,11 @@ SHAPES = (  # b, s_q, heads, second list
     (128, 1, 64, 512), (128, 1, 16, 512), (32, 2, 128, 512), (2, 2, 128, 512), (2, 2, 64, 1024),
     (256, 2, 64, 512), (128, 2, 128, 0), (128, 2, 64, 0), (148, 2, 128, 16384),
 )  # fmt: skip
+SWEPT = (  # short work, of SHAPES
+    (2, 2, 128, 512), (2, 2, 64, 1024), (32, 2, 128, 512), (128, 2, 128, 0), (128, 2, 64, 0),
+    (128, 1, 64, 512),
+)  # fmt: skip
+ROW_TILES, SHARES = (64, 32, 16), (1, 2, 3, 4, 5, 9)  # of a list, into how many pieces
 
 
 class Lists(NamedTuple):
@@ -106,6 +119,30 @@ def ours(caches: list[PagedKVCache], x: Tensor, sets: list[Lists]) -> Contender:
         )  # fmt: skip
 
     return Contender("snapmla", list(map(call, sets)), x.double(), lambda at: at)
+
+
+def cut(
+    caches: list[PagedKVCache], x: Tensor, sets: list[Lists], row_tile: int, tokens: int
+) -> Contender:
+    """Ours by a plan: heads of a CTA, and after how many tokens a list is cut (0: as it comes)."""
+    b, s_q, heads, _ = x.shape
+    second = sets[0].second
+    width = WINDOW + (0 if second is None else second.shape[-1])
+    plan = snapmla.plan_sparse_decode(
+        heads, s_q, topk=width, batch=b, device=x.device, row_tile=row_tile,
+        fixed_split_tokens=tokens or None, cache_dtype="fp8_v4",
+    )  # fmt: skip
+    out = torch.full((b, s_q, heads, 512), torch.nan, dtype=torch.bfloat16, device=x.device)
+    lse = torch.full((b, heads, s_q), torch.nan, device=x.device)
+
+    def call(lists: Lists) -> Callable[[], Results]:
+        extra = None if lists.second is None else Second(caches[1], lists.second, None)
+        return lambda: sparse_decode(
+            x, caches[0], lists.first, softmax_scale=SCALE, plan=plan, out=out, lse=lse,
+            extra=extra,
+        )  # fmt: skip
+
+    return Contender(f"{row_tile}, {tokens}", list(map(call, sets)), x.double(), lambda at: at)
 
 
 def theirs(caches: list[PagedKVCache], x: Tensor, sets: list[Lists]) -> Contender:
@@ -170,31 +207,57 @@ def row(caches: list[PagedKVCache], shape: tuple[int, int, int, int]) -> str:
     )
 
 
+def swept(caches: list[PagedKVCache], shape: tuple[int, int, int, int]) -> list[str]:
+    """Lines of the other table.  Raises ValueError for results that are wrong."""
+    b, s_q, heads, more = shape
+    x = torch.randn(b, s_q, heads, 512, device=caches[0].device).bfloat16()
+    sets, tiles = list_sets(shape, caches[0].device), (WINDOW + more) // TOKEN_TILE
+    cuts = [0, *sorted({-(-tiles // n) * TOKEN_TILE for n in SHARES if n <= tiles})]
+    if tiles > max(SHARES):
+        cuts.insert(1, TOKEN_TILE)
+    contenders = [theirs(caches, x, sets), ours(caches, x, sets)]
+    contenders += [
+        cut(caches, x, sets, rows, n) for rows in ROW_TILES if rows <= heads for n in cuts
+    ]
+    errors = {c.name: error(c, caches, sets[0]) for c in contenders}
+    wrong = {name: e for name, e in errors.items() if not e < GATE}
+    if wrong:
+        raise ValueError(f"{shape}: {wrong}")
+    us = in_turn(contenders)
+    label, peer = f"{b}, {s_q}, {heads}, {WINDOW} + {more}", us.pop("FlashMLA")
+    return [f"| {label} | {name} | {n:.1f} | {peer / n:.2f} |" for name, n in us.items()]
+
+
 def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     some: Annotated[int, typer.Option("--first", help="Shapes to time, the first ones.")] = 99,
+    sweep: Annotated[bool, typer.Option(help="Other cuts of short work instead.")] = False,
 ) -> None:
-    """Times the shapes and writes ``sparse_v4_cost.md``."""
+    """Times the shapes and writes ``sparse_v4_cost.md``, or ``sparse_v4_sweep.md``."""
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
     facts = machine(torch.device("cuda"), timing.Nvml())
     named = ("gpu", "driver", "cuda", "torch")
     head = "| b, s_q, heads, lists | FlashMLA | error | snapmla | ratio | TF/s | TB/s | error |"
+    if sweep:
+        head = "| b, s_q, heads, lists | heads of a CTA, tokens of a piece | µs | FlashMLA / it |"
     lines = [
         "# Sparse decode over V4's caches beside FlashMLA", "",
         f"`{command_line(sys.argv[1:], '-m profiles.sparse_v4_cost')}`", "",
         f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
         f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
         f"- µs a call; pages of {PAGES[0]} and {PAGES[1]}; errors: relative L2 to fp64",
-        "", head, "|---" * 8 + "|",
+        "", head, "|---" * (head.count("|") - 1) + "|",
     ]  # fmt: skip
     torch.manual_seed(0)
     with torch.inference_mode():
         caches = [filled(page_size, torch.device("cuda")) for page_size in PAGES]
-        for shape in SHAPES[:some]:
-            lines.append(row(caches, shape))
-            typer.echo(lines[-1])
-    write_atomic(out / "sparse_v4_cost.md", "\n".join(lines) + "\n")
+        for shape in (SWEPT if sweep else SHAPES)[:some]:
+            found = swept(caches, shape) if sweep else [row(caches, shape)]
+            lines += found
+            typer.echo("\n".join(found))
+    name = "sparse_v4_sweep.md" if sweep else "sparse_v4_cost.md"
+    write_atomic(out / name, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

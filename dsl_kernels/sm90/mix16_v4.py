@@ -84,9 +84,9 @@ def feasible(spec: VariantSpec) -> str | None:
     return infeasible(spec, 2, budget(spec))
 
 
-def parts_of(spec: VariantSpec) -> V4Parts:
+def parts_of(spec: VariantSpec, made: type[V4Parts] = V4Parts) -> V4Parts:
     """What the pipeline is composed of."""
-    return V4Parts(spec, stages=mix16.stages_of(spec), q_stages=mix16.q_stages(spec))
+    return made(spec, stages=mix16.stages_of(spec), q_stages=mix16.q_stages(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
@@ -112,7 +112,13 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return TwoListEntry(Decode(spec, Mix16V4(spec))), fake_args(spec)
+    if spec.stamps:
+        from . import mix16_v4_stamps  # which is made of this module
+
+        pipeline = mix16_v4_stamps.StampedV4(spec)
+    else:
+        pipeline = Mix16V4(spec)
+    return TwoListEntry(Decode(spec, pipeline)), fake_args(spec)
 
 
 class Operands(NamedTuple):
@@ -150,12 +156,18 @@ class Tile(NamedTuple):
 
 
 class Mix16V4(mix16.Mix16):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
+    """The pipeline: softmax and P.V roles (``decode.Pipeline``).
+
+    Attributes:
+        parts_class, softmax_class: of its members.
+    """
+
+    parts_class, softmax_class = V4Parts, V4Softmax
 
     def __init__(self, spec: VariantSpec):
-        self.parts, self.budget = parts_of(spec), budget(spec)
+        self.parts, self.budget = parts_of(spec, self.parts_class), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = V4Softmax(self.parts)
+        self.softmax = self.softmax_class(self.parts)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     def layouts(self) -> Layouts:

@@ -146,19 +146,25 @@ class V4Scales(RecordScales):
 
 
 class V4Parts(Parts):
-    """``Parts`` of V4's pages."""
+    """``Parts`` of V4's pages.
+
+    Attributes:
+        loader, queries_of, scales_of: classes of its members.
+    """
+
+    loader, queries_of, scales_of = GatherV4, RecordQueries, V4Scales
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
         self.work = TwoLists(TILE)
-        self.q_tiles = RecordQueries(
+        self.q_tiles = self.queries_of(
             Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )
-        self.loads = GatherV4(
+        self.loads = self.loader(
             self.work, stages=stages, q_stages=q_stages, readers=K_READERS, by_lines=True,
             halves=bool(spec.halves),
         )  # fmt: skip
-        self.scales = V4Scales(stages)
+        self.scales = self.scales_of(stages)
         self.queries = V4QueryRows(self.rows, sum(Q_READERS.values()))
         self.stamps = Stamps(bool(spec.stamps))
 

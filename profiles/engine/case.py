@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from codegen.artifacts import write_atomic
+from profiles import spans
 from profiles.engine.spec import ALONE, NEW_TOKENS, VOCABULARY, Case, shape_of
 from snapmla import env
 
@@ -183,14 +184,17 @@ class Engine:
         return [kept[i : i + STEPS] for i in range(0, len(kept), STEPS)], share
 
     def _share(self, engine: Any) -> dict[str, float]:
-        """Microseconds of a step by kernel, the largest, and attention's part of all."""
+        """Microseconds of a step by kernel, the largest, and attention's part of all; what kernels
+        waited for others (``profiles.spans``) is told apart."""
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(PROFILED):
                 engine.step()
             torch.cuda.synchronize()
-        spent = {e.key: e.self_device_time_total / PROFILED for e in profile.key_averages()}
-        return share_of(spent, self.case.indexer)
+        ran = spans.of_profile(profile)
+        spent = {name: us / PROFILED for name, us in spans.charged(ran).items()}
+        whole = sum(spans.durations(ran).values()) / PROFILED
+        return share_of(spent, self.case.indexer) | {"waited_us": whole - sum(spent.values())}
 
     def close(self) -> None:
         if self.case.own_process:

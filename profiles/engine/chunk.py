@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiles import spans
 from profiles.engine import spec, truth
 from profiles.engine.spec import NEW_TOKENS, SEED, VOCABULARY, Case
 from profiles.engine.within import watched
@@ -160,7 +161,7 @@ def measure(engine: Any, out: Path) -> dict[str, Any]:
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             step()
-        return {e.key: e.self_device_time_total for e in profile.key_averages()}
+        return spans.charged(spans.of_profile(profile))
 
     return {
         "again": again[0] == ids and bool(torch.equal(again[1], logs)),

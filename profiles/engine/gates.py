@@ -140,15 +140,18 @@ def sparse_gates(
 
 
 def parts_table(speed: dict[str, Any]) -> list[str]:
-    """Microseconds of a step by part, as Markdown rows."""
-    lines = ["| engine | attention | indexer | rows of positions | append | rest | all |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    """Microseconds of a step by part, as Markdown rows; of older results what kernels waited for
+    others is in the parts."""
+    lines = ["| engine | attention | indexer | rows of positions | append | rest | all | waited |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     parts = ("attention", "indexer", "rows", "append", "rest", "all")
     for name, row in speed.items():
         for times in row["times"].values():
             if times["share"]:
                 spent = " | ".join(f"{times['share'][f'{part}_us']:.0f}" for part in parts)
-                lines.append(f"| {name} | {spent} |")
+                waited = times["share"].get("waited_us")
+                last = "in the parts" if waited is None else f"{waited:.0f}"
+                lines.append(f"| {name} | {spent} | {last} |")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -198,13 +199,32 @@ def test_the_record_of_gpu_tests(tmp_path: Path, bad: str) -> None:
     (tmp_path / "tests.xml").write_text(JUNIT.format(bad=bad))
     tally = test_record.read(tmp_path / "tests.xml")
     machine = {"gpu": "NVIDIA H200", "gpus": 2, "driver": "580"}
-    text = test_record.page(tally, "tests:tests/gpu", "abc", "now", machine)
+    text = test_record.page(test_record.Run(["tests:tests/gpu"], "abc", "now", machine, tally))
     assert f"2 passed, {1 if bad else 0} failed, 1 skipped in 12 s" in text
     assert "| tests/gpu/test_a.py | 2 |" in text and "commit abc" in text
     assert "Skipped, needs two GPUs:" in text and "`tests/gpu/test_b::test_three`" in text
     assert ("`tests/gpu/test_b::test_four`: assert 1 == 2" in text) == bool(bad)
     assert test_record.file_name(machine) == "gpu-tests-h200-x2.md"
     assert test_record.file_name({"gpu": "NVIDIA H100 80GB HBM3", "gpus": 1}) == "gpu-tests-h100.md"
+
+
+def test_the_record_of_gpu_tests_run_in_parts(tmp_path: Path) -> None:
+    names = ("gpu-tests-h200.json", "gpu-tests-h200-x2.json")
+    for k, (name, bad) in enumerate(zip(names, (BAD, ""), strict=True)):
+        (tmp_path / "tests.xml").write_text(JUNIT.format(bad=bad).replace("test_a", f"test_a{k}"))
+        tally = test_record.read(tmp_path / "tests.xml")
+        run = test_record.Run([f"tests:{k}"], "abc", str(k), {"gpu": "NVIDIA H200"}, tally)
+        (tmp_path / name).write_text(json.dumps(dataclasses.asdict(run)))
+    runs = [test_record.Run.load(tmp_path / name) for name in names]
+    text = test_record.page(test_record.joined(runs))
+    assert "4 passed, 1 failed, 2 skipped in 25 s" in text and "commit abc, 1" in text
+    assert "gpu_run.sh tests:0` and `bash profiles/gpu_run.sh tests:1`" in text
+    assert "| tests/gpu/test_a0.py | 2 |" in text and "| tests/gpu/test_a1.py | 2 |" in text
+    with pytest.raises(ValueError, match="more than one run has tests/gpu/test_a0"):
+        test_record.joined([runs[0], runs[0]])
+    for change in ({"commit": "def"}, {"machine": {"gpu": "NVIDIA H100"}}):
+        with pytest.raises(ValueError, match="runs o"):
+            test_record.joined([runs[0], dataclasses.replace(runs[1], **change)])
 
 
 @pytest.mark.parametrize("text", ["", "<a", "<testsuites/>"], ids=["empty", "cut", "no test"])
