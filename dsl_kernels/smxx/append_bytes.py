@@ -42,7 +42,6 @@ FRACTION = 0x7FFFFF  # bits of an fp32 number below its exponent
 LARGEST_POWER = 254 << EXPONENT_AT  # minus bits of 2^n: bits of 2^-n
 NAN_ROPE = 0x7FFF7FFF  # two bf16
 ONE_BY_MAX = 1.0 / E4M3_MAX  # rounded to fp32 where it is used
-HALF = quant.WARP // 2  # lanes: those of a group of 128 16-bit channels
 
 
 class _Writes(NamedTuple):
@@ -75,7 +74,7 @@ class Target(_Writes):
         seen = [*tops, _top(rope_words, dt)] if rope_words else tops
         bad = cute.arch.vote_any_sync(_has_nonfinite(seen, dt))
         powers = Int32(1) if own.powers else self.power_of_two
-        amax = _group_amax(tops, dt, lanes, lane)
+        amax = _group_amax(tops, dt, lanes)
         scales = [_scale(a, own.least_scale, powers, bad) for a in amax]
         divided = _by_powers if own.powers else _quotients
         content = [
@@ -169,11 +168,11 @@ def _has_nonfinite(tops: list[Any], dt: Any) -> Any:
     return cutlass.max(both, both << 16) >= Uint32(infinity)
 
 
-def _group_amax(tops: list[Any], dt: Any, lanes: int, lane: Any) -> list[Any]:
+def _group_amax(tops: list[Any], dt: Any, lanes: int) -> list[Any]:
     """The largest absolute value in the group of each chunk's channels in this lane, as fp32;
     ``lanes``: that have a group's.
 
-    Of 16 bits and few lanes two chunks share a word on their way through the lanes of a group.
+    Of 16 bits two chunks share a word on their way through the lanes of a group.
     """
     if dt.width == 32:
         if lanes == quant.WARP:
@@ -181,9 +180,6 @@ def _group_amax(tops: list[Any], dt: Any, lanes: int, lane: Any) -> list[Any]:
         for step in _halvings(lanes):
             tops = [cutlass.max(t, cute.arch.shuffle_sync_bfly(t, step)) for t in tops]
         return [top.bitcast(Float32) for top in tops]
-    if lanes == HALF:
-        low, high = (_half_max(top, lane) for top in tops)
-        return quant.to_f32([low | (high << 16)], dt)
     low, high = tops
     both = _max_pairs(
         (low & Uint32(0xFFFF)) | (high << 16), (low >> 16) | (high & Uint32(0xFFFF0000))
@@ -191,17 +187,6 @@ def _group_amax(tops: list[Any], dt: Any, lanes: int, lane: Any) -> list[Any]:
     for step in _halvings(lanes):
         both = _max_pairs(both, cute.arch.shuffle_sync_bfly(both, step))
     return quant.to_f32([both], dt)
-
-
-def _half_max(top: Any, lane: Any) -> Any:
-    """The largest 16-bit half of words of the half of the warp that the lane is in: of each half
-    one reduction of the warp, in which the other's lanes have 0, instead of four shuffles that wait
-    for one another."""
-    most = cutlass.max(top & Uint32(0xFFFF), top >> 16)
-    first = lane < HALF
-    a = quant.warp_max(Uint32(cutlass.select_(first, most, Uint32(0))))
-    b = quant.warp_max(Uint32(cutlass.select_(first, Uint32(0), most)))
-    return Uint32(cutlass.select_(first, a, b))
 
 
 def _halvings(lanes: int) -> list[int]:
