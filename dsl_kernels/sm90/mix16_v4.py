@@ -60,6 +60,7 @@ from .decode import Decode, infeasible
 from .fragments import pad_layout
 from .mix16_parts import SUM_FACTOR
 from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
+from .mix16_v4_stamps import StampedProducts
 from .roles import FEW_ROWS, INV_RING, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
 from .wgmma import issue, tiled_mma
@@ -112,13 +113,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    if spec.stamps:
-        from . import mix16_v4_stamps  # which is made of this module
-
-        pipeline = mix16_v4_stamps.StampedV4(spec)
-    else:
-        pipeline = Mix16V4(spec)
-    return TwoListEntry(Decode(spec, pipeline)), fake_args(spec)
+    made = StampedV4 if spec.stamps else Mix16V4
+    return TwoListEntry(Decode(spec, made(spec))), fake_args(spec)
 
 
 class Operands(NamedTuple):
@@ -317,3 +313,7 @@ class Mix16V4(mix16.Mix16):
             of_low, of_high = (cute.arch.shuffle_sync(x, source) for x in (low, high))
             out.append(cutlass.select_(upper, of_high, of_low))
         return out
+
+
+class StampedV4(StampedProducts, Mix16V4):
+    """``Mix16V4`` that records its items' events."""

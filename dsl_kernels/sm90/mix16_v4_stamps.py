@@ -23,7 +23,6 @@ from ..common.stamps import WARPGROUP, Stamps
 from ..item_stamp import EVENTS, KEPT, SLOTS, Event
 from ..stamp import Stamp
 from .mix16_parts import RecordQueries
-from .mix16_v4 import Mix16V4
 from .mix16_v4_parts import V4Parts, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
@@ -201,16 +200,17 @@ class StampedSoftmax(V4Softmax):
         self.parts.stamps.mark(Event.SUMS_GIVEN)
 
 
-class StampedV4(Mix16V4):
-    """``Mix16V4`` that records."""
+class StampedProducts:
+    """What makes a pipeline record: in front of it among a class' bases."""
 
+    parts: Any
     parts_class, softmax_class = StampedParts, StampedSoftmax
 
     def pv_loop(self, cta, half):
         self.parts.stamps.of(cta.st, cta.gmem.results)
         super().pv_loop(cta, half)
 
-    def products(self, st, acc_O, operands, kst, pst, tile, first) -> None:
+    def products(self, st, acc_O, operands, kst, pst, tile, first):
         if tile.half == 0:
             self.parts.stamps.mark(Event.P_TAKEN)
         super().products(st, acc_O, operands, kst, pst, tile, first)

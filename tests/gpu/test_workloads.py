@@ -71,7 +71,8 @@ def test_small_calls_of_every_kernel() -> None:
     arch, wrong, seen = runtime.arch_of(torch.device("cuda")), {}, 0
     for name in there():
         spec = VariantSpec.from_name(name)
-        if spec.arch != arch:
+        # builds that gather or multiply alone return nothing that is right
+        if spec.arch != arch or dict(spec.values).get("only", "all") != "all":
             continue
         result = checked(spec)
         seen += 1
