@@ -98,10 +98,13 @@ ASKED = (
     "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
     "decode_etap_r16_p64_obf16_pt2_sm90a", "sparse_decode_etap_r16_obf16_pt2_sm90a",
-    "record_decode_mix16_r16_obf16_sm90a", "record_decode_mix16_r64_obf16_sm90a",
+    "record_decode_mix16_r16_obf16_sm90a", "record_decode_mix16_r16_obf16_kvfp8_v4_sm90a",
+    "record_decode_mix16_r64_obf16_sm90a", "sparse_decode_mix16_r16_obf16_kvfp8_nope_sm90a",
+    "sparse_decode_mix16_r16_obf16_kvfp8_v41_planar_sm90a",
+    "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a",
 )  # fmt: skip
-# Of the matrix, studied beside the variant that stands for their kernel: K is one tensor there.
-BESIDE = ("mha_fwd_d128_df16_sm90a",)
+# Of the matrix, studied beside the variant that stands for their kernel, which differs.
+BESIDE = ("mha_fwd_d128_df16_sm90a", "sparse_decode_mix16_r64_obf16_kvfp8_v4_sm90a")
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
 STAND_INS = ("select_topk",)

@@ -58,13 +58,7 @@ from .bounds import only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout
 from .mix16_parts import SUM_FACTOR
-from .mix16_v4_parts import (
-    STAGE_BYTES,
-    C,
-    V4Parts,
-    V4Softmax,
-    layouts_of,
-)
+from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
 from .mix16_v4_stamps import StampedProducts
 from .roles import FEW_ROWS, INV_RING, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
@@ -118,7 +112,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    made = StampedLists if spec.stamps else Mix16V4
+    made = StampedV4 if spec.stamps else Mix16V4
     return TwoListEntry(Decode(spec, made(spec))), fake_args(spec)
 
 
@@ -339,5 +333,5 @@ class Mix16V4(mix16.Mix16):
         return out
 
 
-class StampedLists(StampedProducts, Mix16V4):
+class StampedV4(StampedProducts, Mix16V4):
     """``Mix16V4`` that records its items' events."""

@@ -25,7 +25,7 @@ scales cannot but be powers of two (``ue8m0``) it is the quotient.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Uint32, cute
@@ -34,21 +34,41 @@ from .. import compat
 from ..cache_records.record import Record
 from ..common.rounding import fma
 from ..dims import E4M3_MAX
-from . import byte_records, quant
-from .byte_records import FRACTION, LARGEST_POWER, NAN_ROPE
+from . import quant
+from .byte_records import EXPONENT_AT, lanes_of_group, source_of, store_where
 from .stored import Stores
 
+FRACTION = 0x7FFFFF  # bits of an fp32 number below its exponent
+LARGEST_POWER = 254 << EXPONENT_AT  # minus bits of 2^n: bits of 2^-n
+NAN_ROPE = 0x7FFF7FFF  # two bf16
 ONE_BY_MAX = 1.0 / E4M3_MAX  # rounded to fp32 where it is used
 
 
-class Target(byte_records.Target):
+class _Writes(NamedTuple):
+    kv: cute.Tensor  # u8 (pages, P, 1, bytes of a token)
+    power_of_two: Int32  # 1: fp32 scales are rounded up to powers of two; 0: they are not
+
+
+class Target(_Writes):
     """A cache to write: see ``stored``.  ``target_of`` makes the class of a record."""
+
+    own: Record
+
+    @property
+    def shape(self) -> Any:
+        """(pages, P, ...)"""
+        return self.kv.shape
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Of content, of RoPE."""
+        return self.own.content.count, self.own.rope_channels
 
     def quantised(
         self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, _slot: Any, lane: Any
     ) -> Stores:
         """Quantises a token of ``dt``, in which all lanes of the warp take part."""
-        own, lanes = self.own, self.own.group // quant.lane_channels(dt)
+        own, lanes = self.own, lanes_of_group(self.own, dt)
         tops = [_top(words, dt) for words in chunks]
         # asked of a lane's own channels: the answer comes while groups look for their largest
         seen = [*tops, _top(rope_words, dt)] if rope_words else tops
@@ -66,25 +86,25 @@ class Target(byte_records.Target):
             if dt is not BFloat16:
                 rope_words = quant.pack(quant.to_f32(rope_words, dt), BFloat16)
             rope = Uint32(cutlass.select_(bad, Uint32(NAN_ROPE), rope_words[0]))
-        packed = byte_records._packed_powers(own, scales, lane, dt) if own.powers else None
-        vec = quant.lane_channels(dt)
+        packed = _packed_powers(own, scales, lane, dt) if own.powers else None
+
+        def fields(at: Any) -> tuple[Any, Any, Any]:
+            return source_of(own)(self.kv).row(*at, None, lane, dt)
 
         def store(at: Any) -> None:
-            place = byte_records._Place(own, self.kv, *at)
-            row = place.of(own.content)
+            to, to_rope, _ = fields(at)
             for j, words in enumerate(content):
-                to = row + (lane * vec + j * quant.WARP * vec)
+                chunk = to + j * quant.WARP * quant.lane_channels(dt) if j else to
                 left = quant.lanes_in(dt, j, own.content.count)
                 if left == quant.WARP:
-                    compat.store_words(to, words)
+                    compat.store_words(chunk, words)
                 else:
-                    byte_records.store_where(lane < left, to, words)
+                    store_where(lane < left, chunk, words)
             if rope is not None:
-                each = own.rope.nbytes // quant.WARP
-                compat.store_words(place.of(own.rope, lane * each), [rope])
+                compat.store_words(to_rope, [rope])
 
         def store_scales(at: Any) -> None:
-            to = byte_records._Place(own, self.kv, *at).of(own.scale)
+            to = fields(at)[2]
             if packed is not None:
                 compat.store_words(to, packed)
                 return
@@ -105,6 +125,24 @@ class Target(byte_records.Target):
 def target_of(record: Record) -> type[Target]:
     """The class of caches to write."""
     return type("Target", (Target,), {"own": record})
+
+
+def _packed_powers(own: Record, scales: list[Any], lane: Any, dt: Any) -> list[Any]:
+    """The words of a token's scales in every lane, the bytes behind them 0."""
+    lanes, words = lanes_of_group(own, dt), [Uint32(0)] * (own.scale_bytes // 4)
+    each = quant.WARP // lanes  # groups of a chunk
+    for j, scale in enumerate(scales):
+        byte = scale.bitcast(Uint32) >> Uint32(EXPONENT_AT)
+        left = quant.lanes_in(dt, j, own.content.count)
+        if left < quant.WARP:
+            byte = Uint32(cutlass.select_(lane < left, byte, Uint32(0)))
+        group = lane // lanes + j * each % 4
+        for w in range(-(-(j * each % 4 + each) // 4)):
+            mine = byte << Uint32(8 * (group % 4))
+            if each > 4:
+                mine = Uint32(cutlass.select_(group // 4 == w, mine, Uint32(0)))
+            words[j * each // 4 + w] = words[j * each // 4 + w] | mine
+    return [cute.arch.warp_redux_sync(word, "or") for word in words]
 
 
 def _top(words: list[Any], dt: Any) -> Any:

@@ -51,6 +51,10 @@ def test_example_is_short() -> None:
     assert len(lines) <= 18 and max(map(len, lines)) <= 100
 
 
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
 def test_sections_in_the_order_a_user_needs() -> None:
     headings = re.findall(r"^## (.+)$", README, flags=re.M)
     assert headings[: len(ORDER)] == ORDER

@@ -20,6 +20,7 @@ from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
 from snapmla.testing.sparse_job import HEAD_SCALE, placed
 from snapmla.testing.workloads import record_decode as work
 from tests.kernels.test_sparse_records import assert_unmoved
+from tests.support import byte_lists
 from tests.support.paged_records import (
     CACHES,
     TILES,
@@ -95,6 +96,18 @@ def test_padded_heads(cache: str, rows: int) -> None:
     shape = PagedShape(rows // 2, 256, (200, 66), 64, 2, style="swings", row_tile=rows)
     job = PagedRecordJob(spec, shape, device="cuda")
     assert_unmoved(job, kernel, (0.0, 1e30, math.nan, -math.inf))
+
+
+@EVERY
+def test_bytes_of_nobody(cache: str, rows: int) -> None:
+    """Behind sequences' ends, between pages or rows, V4's eighth byte of a token's scales: any."""
+    spec, kernel = kernel_of(rows, "cuda", cache=cache)
+    for page_size in PAGES:
+        shape = PagedShape(
+            rows // 2, 768, (700, 130), page_size, 2, layout="padded", parts=3, row_tile=rows
+        )
+        job = PagedRecordJob(spec, shape, device="cuda")
+        byte_lists.assert_bytes_of_nobody(job, kernel)
 
 
 @EVERY

@@ -10,6 +10,7 @@ F of fp8_v4, fp8_v41_planar, fp8_v41_rows, fp8_nope.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,13 +22,14 @@ from snapmla.testing import record_job
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.sparse_job import HEAD_SCALE, placed
 from tests.kernels.test_sparse_records import assert_unmoved
+from tests.support import byte_lists
+from tests.support.byte_lists import FORMATS, TWO, WINDOWS, assert_right
 
 pytestmark = pytest.mark.gpu
 TILES = (16, 32, 64)
 HEADS = ((8, 16), (16, 16), (20, 32), (64, 64), (128, 64))  # with the row tile that takes them
 PAGES = (2, 64, 256)
-TWO = ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows")
-FORMATS = (*TWO, "fp8_nope")  # which has no second list
+EVERY = (*FORMATS, "fp8_ds_mla")
 
 
 def kernel_of(rows: int, fmt: str) -> tuple[VariantSpec, Any]:
@@ -37,11 +39,6 @@ def kernel_of(rows: int, fmt: str) -> tuple[VariantSpec, Any]:
     if runtime.jit_refusal() and runtime.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
     return spec, runtime.kernel(spec, "cuda")
-
-
-def assert_right(job: RecordJob, result: tuple[torch.Tensor, torch.Tensor]) -> None:
-    errors = job.errors(result)
-    assert errors.right, f"{job.shape}: {errors}"
 
 
 @pytest.mark.parametrize("page_size", PAGES)
@@ -77,13 +74,74 @@ def test_numbers_that_move_frames(fmt: str, rows: int, style: str) -> None:
         assert_right(job := RecordJob(spec, shape, device="cuda"), job.run(kernel))
 
 
+@pytest.mark.parametrize(("rows", "heads", "page_size", "extra", "extra_page"), WINDOWS)
+@pytest.mark.parametrize("fmt", TWO)
+def test_windows_beside_a_second_list(
+    fmt: str, rows: int, heads: int, page_size: int, extra: int, extra_page: int
+) -> None:
+    """The pages of both caches of every size, also 2 in the second; whole and split."""
+    spec, kernel = kernel_of(rows, fmt)
+    for seed, parts in enumerate((1, 5)):
+        torch.manual_seed(seed)
+        shape = byte_lists.window(heads, page_size, extra, extra_page, parts)
+        assert_right(job := RecordJob(spec, shape, device="cuda"), job.run(kernel))
+
+
 @pytest.mark.parametrize("rows", TILES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_padded_heads(fmt: str, rows: int) -> None:
-    """The bits of real heads, whatever padded ones hold."""
+    """The bits of real heads, whatever padded ones hold; split, and with a second list."""
     spec, kernel = kernel_of(rows, fmt)
-    job = RecordJob(spec, RecordShape(rows, 200, (200, 66), 64, style="swings"), device="cuda")
-    assert_unmoved(job, kernel, (0.0, 1e30, math.nan, -math.inf))
+    one = RecordShape(rows, 200, (200, 66), 64, style="swings")
+    two = replace(one, parts=3, sink=True, extra_topk=130, extra_lengths=(130, 0))
+    for shape in (one, two)[: 1 + (fmt in TWO)]:
+        job = RecordJob(spec, shape, device="cuda")
+        assert_unmoved(job, kernel, (0.0, 1e30, math.nan, -math.inf))
+
+
+@pytest.mark.parametrize("rows", TILES)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_bytes_of_nobody(fmt: str, rows: int) -> None:
+    """Between pages, behind a token's scales, of tokens that no list names: any, the same bits."""
+    spec, kernel = kernel_of(rows, fmt)
+    one = RecordShape(7, 300, (300, 40), 3, layout="padded", parts=2)
+    two = replace(one, extra_topk=130, extra_lengths=(130, 9))
+    for shape in (one, two)[: 1 + (fmt in TWO)]:
+        byte_lists.assert_bytes_of_nobody(RecordJob(spec, shape, device="cuda"), kernel)
+
+
+@pytest.mark.parametrize("rows", TILES)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_least_scales_and_nan(fmt: str, rows: int) -> None:
+    """Tokens of the least scale weigh e^0; one whose scale is NaN is its readers' alone."""
+    spec, kernel = kernel_of(rows, fmt)
+    shape = RecordShape(8, 64, (64,), 1, parts=1, dense=True)
+    byte_lists.assert_least_scale_is_a_token(RecordJob(spec, shape, device="cuda"), kernel)
+    shape = RecordShape(8, 100, (100, 90), 64, parts=1, dense=True)
+    byte_lists.assert_nan_is_its_readers_alone(RecordJob(spec, shape, device="cuda"), kernel)
+
+
+@pytest.mark.parametrize("rows", TILES)
+@pytest.mark.parametrize("fmt", TWO)
+def test_one_list_is_two(fmt: str, rows: int) -> None:
+    """The second half of a list as a list of its own over the same cache: the same bits."""
+    spec, kernel = kernel_of(rows, fmt)
+    for style in ("swings", "plain"):  # one tile weighs all, or every token
+        shape = RecordShape(rows - 3, 1000, (1000, 200, 64), 64, parts=1, style=style)
+        byte_lists.assert_one_list_is_two(RecordJob(spec, shape, device="cuda"), kernel)
+
+
+@pytest.mark.parametrize("rows", TILES)
+@pytest.mark.parametrize("fmt", EVERY)
+def test_rows_of_one_token(fmt: str, rows: int) -> None:
+    """Their LSE is a logit, within ``LSE_PLACES``; FlashMLA's gate, 1e-6 where it is near 0, holds
+    of most of them only (docs/numerics.md).  ``-s`` shows of how many."""
+    spec, kernel = kernel_of(rows, fmt)
+    shape = RecordShape(rows, 1, (1,) * 256, 64, parts=32, dense=True, powers=True)
+    job = RecordJob(spec, shape, device="cuda")
+    found = byte_lists.lone_tokens(job, job.run(kernel)[1])
+    print(f"\n{spec.name}: {found}")
+    assert found.rows == 256 * rows and found.worst <= byte_lists.LSE_PLACES, found
 
 
 @pytest.mark.parametrize(("heads", "rows"), HEADS)

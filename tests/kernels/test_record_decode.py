@@ -16,6 +16,7 @@ from snapmla.testing.paged_record_job import ARGUMENTS, PagedRecordJob, PagedSha
 from snapmla.testing.workloads import record_decode as work
 from softgpu import Options, using
 from tests.kernels.test_sparse_records import assert_unmoved
+from tests.support import byte_lists
 from tests.support.needs import needs_compiler
 from tests.support.paged_records import (
     CACHES,
@@ -95,6 +96,14 @@ def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
         assert torch.isnan(out[0, 2]).any() and torch.isnan(lse[0, :, 2]).all()
         assert torch.equal(out[0, :2], before[0][0, :2])
         assert torch.equal(lse[0, :, :2], before[1][0, :, :2])
+
+
+@EVERY
+def test_bytes_of_nobody(cache: str, rows: int) -> None:
+    """Behind sequences' ends, between pages or rows, V4's eighth byte of a token's scales: any."""
+    spec, kernel = kernel_of(rows, cache=cache)
+    shape = PagedShape(3, 192, (130, 40), 64, 2, layout="padded", parts=2, row_tile=rows)
+    byte_lists.assert_bytes_of_nobody(PagedRecordJob(spec, shape), kernel)
 
 
 @EVERY

@@ -14,35 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-from snapmla import byte_cache
 from snapmla.testing import record_job
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.workloads import sparse_records as work
 from softgpu import Options, using
 from tests.kernels.test_sparse_records import assert_unmoved, kernel_of
+from tests.support import byte_lists
+from tests.support.byte_lists import FORMATS as EVERY
+from tests.support.byte_lists import TWO, WINDOWS, assert_right
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=5)
 WHOLE = pytest.mark.whole_matrix
-TWO = ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows")  # whose kernels take two lists
-EVERY = (*TWO, "fp8_nope")
 ROWS = (16, 32, 64)
 OF_528 = ("fp8_v41_rows", "fp8_nope")  # which everyday tests run, with 16 rows
 
 
 def names(formats: Iterable[str], rows: Iterable[int] = ROWS) -> list[str]:
     return [f"sparse_decode_mix16_r{r}_obf16_kv{f}_sm90a" for f in formats for r in rows]
-
-
-def assert_right(job: RecordJob, result: tuple[torch.Tensor, torch.Tensor]) -> None:
-    errors = job.errors(result)
-    assert errors.right, f"{job.shape}: {errors}"
-
-
-def scales_of(job: RecordJob) -> torch.Tensor:
-    """Their bytes (pages, P, 7), a view."""
-    return byte_cache.fields_of(job.record, job.cache[:, :, None])[2].view(torch.uint8)
 
 
 def of(formats: Iterable[str], rows: Iterable[int] = (16, 64)) -> Any:
@@ -159,23 +149,13 @@ def test_queries_of_any_size(name: str) -> None:
 
 @of(EVERY)
 def test_bytes_that_are_nobodys(name: str) -> None:
-    """V4's eighth byte behind a token's scales, and what lies between pages, or between rows: any,
-    the same bits."""
+    """V4's eighth byte behind a token's scales, what lies between pages or rows, tokens that no
+    list names: any bytes, the same bits; of two caches where there may be two."""
     spec, kernel = kernel_of(name)
-    job = RecordJob(spec, RecordShape(7, 100, (100, 40), 3, layout="padded", parts=2))
-    out, lse = job.run(kernel)
-    pages, p, _ = job.cache.shape
-    whole = job.cache.as_strided((pages, job.cache.stride(0)), (job.cache.stride(0), 1))
-    own = torch.zeros_like(whole, dtype=torch.bool)
-    own.as_strided(job.cache.shape, job.cache.stride())[:] = True
-    if spec.cache_dtype == "fp8_v4":
-        own[:, 576 * p : 584 * p].unflatten(1, (p, 8))[..., 7] = False
-    assert not own.all()
-    for byte in (0, 0x7F, 0xFE, 0xFF):
-        whole[~own] = byte
-        other, other_lse = job.run(kernel)
-        assert torch.equal(other, out) and torch.equal(other_lse, lse)
-    assert_right(job, (out, lse))
+    shape = RecordShape(7, 100, (100, 40), 3, layout="padded", parts=2)
+    two = replace(shape, extra_topk=17, extra_lengths=(17, 9))
+    for each in (shape, two)[: 1 + (spec.cache_dtype in TWO)]:
+        byte_lists.assert_bytes_of_nobody(RecordJob(spec, each), kernel)
 
 
 @of(EVERY)
@@ -183,15 +163,7 @@ def test_the_least_scale_is_a_token(name: str) -> None:
     """Tokens of byte 0, 2^-127, or of scale 0, and of RoPE 0: each weighs e^0 and adds nothing."""
     spec, kernel = kernel_of(name)
     job = RecordJob(spec, RecordShape(8, 64, (64,), 1, parts=1, dense=True))
-    nothing = job.indices[0, :32].long()
-    rope = byte_cache.fields_of(job.record, job.cache[:, :, None])[1]
-    scales_of(job)[nothing], rope[nothing] = 0, 0.0
-    result = job.run(kernel)
-    assert_right(job, result)
-    named = torch.where(torch.arange(64) < 32, -1, job.indices)
-    without = job.run(kernel, indices=named)
-    gain = torch.exp(result[1]) - torch.exp(without[1])
-    assert torch.allclose(gain, torch.full_like(gain, 32.0), rtol=1e-3)
+    byte_lists.assert_least_scale_is_a_token(job, kernel)
 
 
 @of(EVERY)
@@ -199,15 +171,7 @@ def test_a_token_of_nan(name: str) -> None:
     """Scale 255, or NaN: all of a query token that names it, nothing of others."""
     spec, kernel = kernel_of(name)
     job = RecordJob(spec, RecordShape(8, 100, (100, 90), 64, parts=1, dense=True))
-    out, lse = job.run(kernel)
-    at = int(job.indices[0, 70])
-    if job.record.powers:
-        scales_of(job)[at // 64, at % 64, 2] = 255
-    else:
-        scales_of(job)[at // 64, at % 64].view(torch.float32)[2] = math.nan
-    other, other_lse = job.run(kernel)
-    assert other[0].isnan().all() and other_lse[0].isnan().all()
-    assert torch.equal(other[1], out[1]) and torch.equal(other_lse[1], lse[1])
+    byte_lists.assert_nan_is_its_readers_alone(job, kernel)
 
 
 @pytest.mark.parametrize("style", ["plain", "swings", "equal", "scales"])
@@ -230,11 +194,39 @@ def test_two_lists(name: str, style: str) -> None:
 def test_one_list_is_two(name: str) -> None:
     """The second half of a list as a list of its own over the same cache: the same bits."""
     spec, kernel = kernel_of(name)
-    job = RecordJob(spec, RecordShape(9, 256, (256, 200), 64, parts=1, style="swings"))
-    out, lse = job.run(kernel)
-    length, more = job.lengths.clamp(max=128), (job.lengths - 128).clamp(min=0)
-    other, other_lse = job.run(
-        kernel, indices=job.indices[:, :128], topk_length=length, extra_cache=job.cache,
-        extra_indices=job.indices[:, 128:], extra_length=more,
-    )  # fmt: skip
-    assert torch.equal(other, out) and torch.equal(other_lse, lse)
+    job = RecordJob(spec, RecordShape(9, 256, (256, 200), 64, parts=1))
+    byte_lists.assert_one_list_is_two(job, kernel)
+
+
+@WHOLE
+@pytest.mark.parametrize("fmt", TWO)
+@pytest.mark.parametrize(("rows", "heads", "page_size", "extra", "extra_page"), WINDOWS)
+def test_windows_beside_a_second_list(
+    rows: int, heads: int, page_size: int, extra: int, extra_page: int, fmt: str
+) -> None:
+    """topk 128 and 512 or 1024 of another cache, as FlashMLA's tests have it, whole and split."""
+    spec, kernel = kernel_of(*names([fmt], [rows]))
+    for parts in (1, 5):
+        job = RecordJob(spec, byte_lists.window(heads, page_size, extra, extra_page, parts))
+        with using(CHECKED):
+            result = job.run(kernel)
+        assert_right(job, result)
+
+
+@of(EVERY, ROWS)
+def test_padded_heads_over_two_lists(name: str) -> None:
+    """The bits of real heads, whatever padded ones hold: split, and with a second list."""
+    spec, kernel = kernel_of(name)
+    two = {"extra_topk": 130, "extra_lengths": (130, 0)} if spec.cache_dtype in TWO else {}
+    shape = RecordShape(spec.row_tile, 70, (70, 66), 2, parts=2, style="equal", sink=True, **two)
+    assert_right(job := RecordJob(spec, shape), assert_unmoved(job, kernel, (math.nan, 1e30)))
+
+
+@of(EVERY, ROWS)
+def test_rows_of_one_token(name: str) -> None:
+    """Their LSE is a logit, within ``LSE_PLACES``; FlashMLA's gate, 1e-6 where it is near 0, holds
+    of most of them only (docs/numerics.md)."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(16, 1, (1,) * 6, 64, parts=1, dense=True, powers=True))
+    found = byte_lists.lone_tokens(job, job.run(kernel)[1])
+    assert found.rows == 96 and found.worst <= byte_lists.LSE_PLACES, found

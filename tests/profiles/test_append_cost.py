@@ -17,7 +17,7 @@ def test_a_line_a_contender() -> None:
     ]  # fmt: skip
 
 
-def test_who_writes_another_byte_is_not_timed() -> None:
+def test_who_writes_another_byte_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     def wrong(kind: str, given: append_cost.Given) -> timing.Call:
         right = append_cost.ours()(kind, given)
         assert right is not None
@@ -28,8 +28,11 @@ def test_who_writes_another_byte_is_not_timed() -> None:
 
         return call
 
-    with pytest.raises(ValueError, match="wrong, fp8_ds_mla, 3 tokens: 1 byte"):
-        append_cost.alone("fp8_ds_mla", 3, {"wrong": wrong}, CPU, ONCE)
+    told = "fp8_ds_mla, 3 tokens: 1 byte"
+    (line,) = append_cost.alone("fp8_ds_mla", 3, {"peer": wrong}, CPU, ONCE)
+    assert "| copy |" in line and f"peer, {told}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"ours, {told}"):
+        append_cost.alone("fp8_ds_mla", 3, {"ours": wrong}, CPU, ONCE)
 
 
 def test_a_kernel_that_waits_is_charged_from_the_end_of_the_other() -> None:
