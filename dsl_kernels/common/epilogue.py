@@ -40,17 +40,24 @@ def of_sink(sink, head, value):
 
 
 @cute.jit
-def finish_row(results, call, slot, rows, row, row_sum, frame):
+def finish_row(
+    results, call, slot, rows, row, row_sum, frame, log2_in: cutlass.Constexpr = None
+):  # fmt: skip
     """LSE of the CTA's row ``row`` to memory, final or (log2) into the split's slot.
 
     Args:
         rows: the CTA's rows of the item (``work_list.Rows``).
+        log2_in: ``log2_in(row_sum, frame)``, log2 of row_sum 2^frame; None: the sum of the frame
+            and of the fast logarithm.
 
     Returns 1/row_sum, by which the row's values are multiplied, and by what its sink leaves, unless
     it goes to a slot; 0 for a row that saw no token.
     """
     empty, kept = row_sum == 0.0, Float32(1.0)
-    value = cute.math.log2(row_sum, fastmath=True) + frame
+    if const_expr(log2_in is None):
+        value = cute.math.log2(row_sum, fastmath=True) + frame
+    else:
+        value = log2_in(row_sum, frame)
     if slot < 0:
         at = rows.first + row
         if compat.unsigned(at) < compat.unsigned(rows.end):

@@ -29,10 +29,12 @@ class AcrossWarps:
     Attributes:
         rows_cta: query rows of the CTA.
         inv_ring: barriers of the rows' 1 / sums.
+        log2_in: of ``finish_row``.
     """
 
     rows_cta: int
     inv_ring: Any
+    log2_in: Any = None
 
     @staticmethod
     def exchange_fields(rows: int) -> dict:
@@ -101,7 +103,7 @@ class AcrossWarps:
         if ctid < self.rows_cta:
             total = (sums[ctid, 0] + sums[ctid, 1]) + (sums[ctid, 2] + sums[ctid, 3])
             inv_s[row_position(ctid, self.rows_cta)] = finish_row(
-                cta.gmem.results, cta.call, slot, rows, ctid, total, frame[ctid]
+                cta.gmem.results, cta.call, slot, rows, ctid, total, frame[ctid], self.log2_in
             )
         # the next item's first block writes ``across`` again
         warps_meet(BARRIER, SOFTMAX_WARPS)

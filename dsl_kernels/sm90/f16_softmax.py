@@ -39,6 +39,7 @@ class F16Softmax(MixSoftmax):
     """The role."""
 
     parts: Parts
+    log2_in = None
     least = 0.99 * NEVER  # the largest softmax_scale makes logits of 0.52 NEVER
 
     def begin_item(self, cta, qst, batch, rows, m_ref, wwarp):

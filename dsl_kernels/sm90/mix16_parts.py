@@ -375,8 +375,9 @@ class RecordScales:
         inverse = []
         for e in cutlass.range_constexpr(2):
             sigma = cute.arch.fmax(largest[e], least)
-            inverse.append(cute.arch.rcp_approx(sigma))
             log = cute.math.log2(sigma, fastmath=True)
+            # of the rounded log2, which P' has: in row sums it cancels
+            inverse.append(cute.math.exp2(-log, fastmath=True))
             four = cute.make_rmem_tensor((4,), Float32)
             four[0] = Float32(cutlass.select_(named[e], log, -Float32.inf))
             key_sigma = cute.arch.fmax(sigma, Float32(LEAST_KEY_SIGMA))

@@ -28,6 +28,7 @@ from ..common.barriers import warps_meet
 from ..common.frames import NEVER, P_LOG2_MAX
 from ..common.smem import array, staged
 from ..common.types import BF16, F16, U16, U32
+from ..common.work_list import LOG2E
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
@@ -43,6 +44,8 @@ from .softmax_role import P_RING, P_STAGES, flags_of
 from .wgmma import issue, tiled_mma
 
 STEPS = D // 16  # k steps over the content
+SQRT_HALF = 0x3F3504F3  # bits of sqrt(1/2) in fp32
+NORMAL, INFINITE = 2.0**-126, float("inf")  # fp32's least and more than its largest
 UNIT_STEPS = {16: 8, 32: 4, 64: 4}  # k steps that are converted at once, by rows
 
 
@@ -59,6 +62,26 @@ def new_frame(largest, first, least: cutlass.Constexpr):
     return shift, gamma
 
 
+@cute.jit
+def log2_in(total, frame):
+    """log2 of ``total`` times 2^``frame``, as exact as fp32 can have it: total's exponent joins the
+    frame, which is as large but for its sign, before the logarithm of the rest, m in
+    [sqrt(1/2), sqrt(2)), is added: with x = (m - 1) / (m + 1) that is 2 log2(e) times
+    x + x^3 / 3 + x^5 / 5 + ..."""
+    bits = total.bitcast(Int32)
+    exponent = (bits - Int32(SQRT_HALF)) >> 23
+    m = (bits - (exponent << 23)).bitcast(Float32)
+    x = (m - 1.0) / (m + 1.0)
+    square = x * x
+    terms = Float32(2 * LOG2E / 9)
+    for n in (7, 5, 3):
+        terms = terms * square + 2 * LOG2E / n
+    log = x * (terms * square) + x * (2 * LOG2E)
+    exact = log + (Float32(exponent) + frame)
+    plain = cute.math.log2(total, fastmath=True) + frame  # of what is no number, above all
+    return Float32(cutlass.select_((total >= NORMAL) & (total < INFINITE), exact, plain))
+
+
 class MixSoftmax(AcrossWarps):
     """The role.
 
@@ -73,7 +96,7 @@ class MixSoftmax(AcrossWarps):
         ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
     """
 
-    inv_ring = INV_RING
+    inv_ring, log2_in = INV_RING, staticmethod(log2_in)
     rope, hides = True, False
     least = 0.5 * NEVER
     ending: Any = None
