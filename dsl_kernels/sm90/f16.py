@@ -109,7 +109,7 @@ def build(spec: VariantSpec):
 class F16(Mix16):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
-    sum_factor = 1.0
+    sum_factor, converts = 1.0, False
 
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget = parts_of(spec), budget(spec)
@@ -140,11 +140,14 @@ class F16(Mix16):
 
     # ---------------------------------------------------------------- P.V warpgroups
 
-    def convert(self, *args) -> None:
-        """Nothing: the softmax warps convert Q."""
+    def first_turn(self, span):
+        """The first item's."""
+        return span[0]
 
-    def convert_next(self, *args) -> None:
-        """Likewise."""
+    def item_of(self, work, turn, span):
+        """(item, its sequence, first and last tile) of a turn."""
+        batch, first, last, _ = self.parts.work.item_at(work, turn)
+        return turn, batch, first, last
 
     @cute.jit
     def ends_of(self, gmem, call, i, batch):

@@ -42,7 +42,7 @@ class F16Softmax(MixSoftmax):
     log2_in = None
     least = 0.99 * NEVER  # the largest softmax_scale makes logits of 0.52 NEVER
 
-    def begin_item(self, cta, qst, batch, rows, m_ref, wwarp):
+    def begin_item(self, cta, qst, batch, rows, rows_out, wwarp):
         """Q to f16 and the rows' limits, by these warps; returns the first token that some row must
         not see, None where lists name tokens."""
         work, gmem, call, facts = self.parts.work, cta.gmem, cta.call, None
@@ -51,7 +51,9 @@ class F16Softmax(MixSoftmax):
         self.parts.queries.note_facts(cta.st, work, gmem, call, batch, rows)
         if not self.parts.gathers:
             facts = cute.arch.make_warp_uniform(work.ragged_from(gmem.work, call, batch, rows))
+        m_ref, l_run = rows_out
         self.begin_frames(cta.st, m_ref)
+        l_run.fill(0.0)
         cute.arch.fence_proxy("async.shared", space="cta")
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
         return facts

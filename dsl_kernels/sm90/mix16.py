@@ -138,9 +138,10 @@ class Mix16(ProductsOfV, Drains):
 
     Attributes:
         only: which half of the work is done (bounds.py).
+        converts: whether warps of P.V convert Q.
     """
 
-    only = "all"
+    only, converts = "all", True
 
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget, self.only = parts_of(spec), budget(spec), only_of(spec)
@@ -213,9 +214,8 @@ class Mix16(ProductsOfV, Drains):
         pst = pipeline.make_pipeline_state(consumer, P_STAGES)
         items = Int32(0)  # behind us
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        self.convert(cta, qst, span[0] < span[1], half, wwarp)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.parts.work.item_at(gmem.work, i)
+        for turn in cutlass.range(self.first_turn(span), span[1], unroll=1):
+            i, batch, first, last = self.item_of(gmem.work, turn, span)
             ends = self.ends_of(gmem, cta.call, i, batch)
             offset = self.own_offset(wwarp)
             for d_block in cutlass.range_constexpr(4):
@@ -223,15 +223,37 @@ class Mix16(ProductsOfV, Drains):
             kst, pst = self.tiles(
                 cta, acc_O, operands, half, (first, last), (kst, pst), offset, ends
             )  # fmt: skip
-            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
-            qst.advance()
-            self.convert_next(cta, qst, i + 1 < span[1], first >= last, items, half, wwarp)
-            self.align(acc_O[-1], half)
-            INV_RING.wait_full(st, 0, items & 1)
-            slot, rows = noted(st, items, wwarp, self.rows_cta)
-            self.write_rows(st, gmem.results, acc_O, slot, rows, half, INV_RING)
-            self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
-            items += 1
+            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, (half == 0) & (i == turn))
+            if const_expr(self.converts):
+                self.convert(cta, qst, (turn, span), first >= last, items, half, wwarp)
+                qst.advance()
+                if turn >= span[0]:
+                    self.end_item(cta, acc_O, items, half, wwarp)
+                    items += 1
+            else:
+                self.end_item(cta, acc_O, items, half, wwarp)
+                items += 1
+
+    def first_turn(self, span):
+        """Of a loop whose turn i has item i, and converts the Q of the next: one before the first
+        item's, so that all are converted by the same code, which is fetched once."""
+        return Int32(cutlass.select_(span[0] < span[1], span[0] - 1, span[1]))
+
+    @cute.jit
+    def item_of(self, work, turn, span):
+        """(item, its sequence, first and last tile) of a turn; no tiles of the one before all."""
+        i = cutlass.max(turn, span[0])
+        batch, first, last, _ = self.parts.work.item_at(work, i)
+        return i, batch, first, Int32(cutlass.select_(turn < span[0], first, last))
+
+    @cute.jit
+    def end_item(self, cta, acc_O, items, half, wwarp):
+        """Rows of the ``items``-th item to memory, when their sums are there."""
+        self.align(acc_O[-1], half)
+        INV_RING.wait_full(cta.st, 0, items & 1)
+        slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
+        self.write_rows(cta.st, cta.gmem.results, acc_O, slot, rows, half, INV_RING)
+        self.parts.stamps.put(cta.gmem.results, Stamp.ROWS_WRITTEN + half)
 
     @cute.jit
     def tiles(self, cta, acc_O, operands, half, span, states, offset, ends):
@@ -248,22 +270,24 @@ class Mix16(ProductsOfV, Drains):
         return kst, pst
 
     @cute.jit
-    def convert(self, cta, qst, there, half, wwarp):
-        """An item's Q to f16, eight rows a warp, if it is ``there``; softmax hears of it."""
-        if there:
+    def convert(self, cta, qst, turn, without_tiles, items, half, wwarp):
+        """The Q of a turn's next item, if there is one, to f16, eight rows a warp, while softmax is
+        at the sums of this one; softmax hears of it.
+
+        Args:
+            turn: and the span of items.
+            without_tiles: whether this item, the ``items``-th, has none.
+        """
+        turn, span = turn
+        if (turn >= span[0]) & without_tiles:  # no P has told that softmax has heard of its Q
+            INV_RING.wait_full(cta.st, 0, items & 1)
+        if turn + 1 < span[1]:
             cta.q_pipe.consumer_wait(qst)
-            group = half * SOFTMAX_WARPS + wwarp
-            if group < self.rows_cta // 8:
+            group, groups = half * SOFTMAX_WARPS + wwarp, const_expr(self.rows_cta // 8)
+            if (group < groups) & (half * SOFTMAX_WARPS < groups):  # which may be known
                 self.parts.queries.convert(cta.st, qst.index, cta.call, group)
                 cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier_arrive(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
-
-    @cute.jit
-    def convert_next(self, cta, qst, there, without_tiles, items, half, wwarp):
-        """``convert`` of the item behind the ``items``-th: while softmax is at that one's sums."""
-        if without_tiles:  # no P has told that softmax has heard of this item's Q
-            INV_RING.wait_full(cta.st, 0, items & 1)
-        self.convert(cta, qst, there, half, wwarp)
 
     def align(self, last, half) -> None:
         """What the last block of O^T needs before rows are written: nothing."""

@@ -135,8 +135,7 @@ class MixSoftmax(AcrossWarps):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             note(cta.st, items, wwarp, slot, rows)
-            facts = self.begin_item(cta, qst, batch, rows, m_ref, wwarp)
-            l_run.fill(0.0)
+            facts = self.begin_item(cta, qst, batch, rows, (m_ref, l_run), wwarp)
             kst, blocks = self.tiles(
                 cta, tools, (first, last), (qst, kst, blocks), (m_ref, l_run), facts
             )  # fmt: skip
@@ -148,10 +147,12 @@ class MixSoftmax(AcrossWarps):
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
 
-    def begin_item(self, cta, qst, batch, rows, m_ref, wwarp):
-        """Frames of the item's rows, and Q, which P.V's warps convert; all warps of the role have
+    def begin_item(self, cta, qst, batch, rows, rows_out, wwarp):
+        """Frames and sums of the item's rows, and Q, which P.V's warps convert; all warps of the role have
         met then.  Returns what ``block`` must know of the item."""
+        m_ref, l_run = rows_out
         self.begin_frames(cta.st, m_ref)
+        l_run.fill(0.0)
         facts = self.facts_of_rows(cta, batch, rows)
         cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
         return facts
