@@ -201,38 +201,52 @@ class Mix16(ProductsOfV, Drains):
     @cute.jit
     def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
-        st, layouts, gmem, part = cta.st, cta.layouts, cta.gmem, cta.part
-        span = self.parts.work.items_of(gmem.work, part)
+        span = self.parts.work.items_of(cta.gmem.work, cta.part)
         mma_o = self.pv_mma()
         acc_O = [
             cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.rows_cta)), Float32)
             for _ in range(4)
         ]
-        operands, consumer = self.pv_operands(st, layouts), pipeline.PipelineUserType.Consumer
-        qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
+        operands, consumer = (
+            self.pv_operands(cta.st, cta.layouts),
+            pipeline.PipelineUserType.Consumer,
+        )
         kst = pipeline.make_pipeline_state(consumer, self.stages)
         pst = pipeline.make_pipeline_state(consumer, P_STAGES)
-        items = Int32(0)  # behind us
+        qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
+        states = (Int32(0), kst, pst, qst)  # items behind us; rings of K, P and Q
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for turn in cutlass.range(self.first_turn(span), span[1], unroll=1):
-            i, batch, first, last = self.item_of(gmem.work, turn, span)
-            ends = self.ends_of(gmem, cta.call, i, batch)
-            offset = self.own_offset(wwarp)
-            for d_block in cutlass.range_constexpr(4):
-                acc_O[d_block].fill(0.0)
-            kst, pst = self.tiles(
-                cta, acc_O, operands, half, (first, last), (kst, pst), offset, ends
-            )  # fmt: skip
-            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, (half == 0) & (i == turn))
-            if const_expr(self.converts):
-                self.convert(cta, qst, (turn, span), first >= last, items, half, wwarp)
-                qst.advance()
-                if turn >= span[0]:
-                    self.end_item(cta, acc_O, items, half, wwarp)
-                    items += 1
-            else:
+            states = self.turn(cta, acc_O, operands, (turn, span), states, half, wwarp)
+
+    @cute.jit
+    def turn(self, cta, acc_O, operands, at, states, half, wwarp):
+        """An item's products, the next one's Q, the item's rows.
+
+        Args:
+            at: turn, and the span of items.
+            states: items behind us, and of the rings of K, P and Q; returns the next ones.
+        """
+        turn, span = at
+        items, kst, pst, qst = states
+        results, work = cta.gmem.results, cta.gmem.work
+        i, batch, first, last = self.item_of(work, turn, span)
+        ends = self.ends_of(cta.gmem, cta.call, i, batch)
+        offset = self.own_offset(wwarp)
+        for d_block in cutlass.range_constexpr(4):
+            acc_O[d_block].fill(0.0)
+        kst, pst = self.tiles(cta, acc_O, operands, half, (first, last), (kst, pst), offset, ends)
+        self.parts.stamps.put(results, Stamp.PRODUCTS_END, (half == 0) & (i == turn))
+        if const_expr(self.converts):
+            self.convert(cta, qst, at, first >= last, items, half, wwarp)
+            qst.advance()
+            if turn >= span[0]:
                 self.end_item(cta, acc_O, items, half, wwarp)
                 items += 1
+        else:
+            self.end_item(cta, acc_O, items, half, wwarp)
+            items += 1
+        return items, kst, pst, qst
 
     def first_turn(self, span):
         """Of a loop whose turn i has item i, and converts the Q of the next: one before the first
@@ -270,15 +284,15 @@ class Mix16(ProductsOfV, Drains):
         return kst, pst
 
     @cute.jit
-    def convert(self, cta, qst, turn, without_tiles, items, half, wwarp):
+    def convert(self, cta, qst, at, without_tiles, items, half, wwarp):
         """The Q of a turn's next item, if there is one, to f16, eight rows a warp, while softmax is
         at the sums of this one; softmax hears of it.
 
         Args:
-            turn: and the span of items.
+            at: turn, and the span of items.
             without_tiles: whether this item, the ``items``-th, has none.
         """
-        turn, span = turn
+        turn, span = at
         if (turn >= span[0]) & without_tiles:  # no P has told that softmax has heard of its Q
             INV_RING.wait_full(cta.st, 0, items & 1)
         if turn + 1 < span[1]:

@@ -148,8 +148,8 @@ class MixSoftmax(AcrossWarps):
             items += 1
 
     def begin_item(self, cta, qst, batch, rows, rows_out, wwarp):
-        """Frames and sums of the item's rows, and Q, which P.V's warps convert; all warps of the role
-        have met then.  Returns what ``block`` must know of the item."""
+        """Frames and sums of the item's rows, and Q, which P.V's warps convert; all warps of the
+        role have met then.  Returns what ``block`` must know of the item."""
         m_ref, l_run = rows_out
         self.begin_frames(cta.st, m_ref)
         l_run.fill(0.0)
