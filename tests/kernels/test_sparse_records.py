@@ -20,6 +20,7 @@ from snapmla.testing.dense_job import COSINE_GATE
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.workloads import sparse_records as work
 from softgpu import Options, using
+from tests.support import byte_lists
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -54,6 +55,29 @@ def test_clean_and_right(name: str) -> None:
         with using(CHECKED):
             errors = (job := RecordJob(spec, shape)).errors(job.run(kernel))
         assert errors.right, f"{shape}: {errors}"
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", EVERY)
+def test_items_without_tiles(name: str) -> None:
+    """Lists of no token one behind another between others, in one part, where Q may have two
+    stages: P.V's warps must not convert the next Q before softmax has heard of the last one."""
+    spec, kernel = kernel_of(name)
+    shape = RecordShape(5, 130, (70, 0, 0, 0, 130, 0), 64, parts=1)
+    for seed in range(3):
+        with using(Options(hazards="raise", seed=seed)):
+            errors = (job := RecordJob(spec, shape)).errors(job.run(kernel))
+        assert errors.right, errors
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", EVERY)
+def test_rows_of_one_token(name: str) -> None:
+    """Their LSE is a logit, within FlashMLA's gate, 1e-6 where it is near 0 (docs/numerics.md)."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(16, 1, (1,) * 6, 64, parts=1, dense=True, powers=True))
+    found = byte_lists.lone_tokens(job, job.run(kernel)[1])
+    assert found.rows == 96 and not found.outside, found
 
 
 @pytest.mark.parametrize("style", STYLES)

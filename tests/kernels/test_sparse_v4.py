@@ -82,11 +82,7 @@ def test_clean_and_right(name: str) -> None:
     ],
 )  # fmt: skip
 def test_v4s_lists(rows: int, heads: int, page_size: int, layout: str, fmt: str) -> None:
-    """topk 128, as sliding windows have it; pages of any size; real heads fewer than the tile's.
-
-    No list of one token: its LSE may be all but 0, and off by more than 1e-6
-    (test_sparse_tables.py).
-    """
+    """topk 128, as sliding windows have it; pages of any size; real heads fewer than the tile's."""
     spec, kernel = kernel_of(*names([fmt], [rows]))
     shape = RecordShape(heads, 128, (128, 77, 17, 0), page_size, layout=layout, sink=True, parts=3)
     with using(CHECKED):
@@ -94,7 +90,7 @@ def test_v4s_lists(rows: int, heads: int, page_size: int, layout: str, fmt: str)
     assert_right(job, result)
 
 
-@of(["fp8_v4"], ROWS)
+@of(EVERY, ROWS)
 def test_items_without_tiles(name: str) -> None:
     """Lists of no token one behind another between others, in one part, where Q may have two
     stages: P.V's warps must not convert the next Q before softmax has heard of the last one."""
@@ -224,9 +220,8 @@ def test_padded_heads_over_two_lists(name: str) -> None:
 
 @of(EVERY, ROWS)
 def test_rows_of_one_token(name: str) -> None:
-    """Their LSE is a logit, within ``LSE_PLACES``; FlashMLA's gate, 1e-6 where it is near 0, holds
-    of most of them only (docs/numerics.md)."""
+    """Their LSE is a logit, within FlashMLA's gate, 1e-6 where it is near 0 (docs/numerics.md)."""
     spec, kernel = kernel_of(name)
     job = RecordJob(spec, RecordShape(16, 1, (1,) * 6, 64, parts=1, dense=True, powers=True))
     found = byte_lists.lone_tokens(job, job.run(kernel)[1])
-    assert found.rows == 96 and found.worst <= byte_lists.LSE_PLACES, found
+    assert found.rows == 96 and not found.outside, found

@@ -26,10 +26,6 @@ WINDOWS = (
     (64, 64, 64, 512, 2), (64, 128, 2, 1024, 256),
 )  # fmt: skip
 ANY_BYTES = (0, 0x7F, 0xFE, 0xFF)
-# An LSE is the sum of a frame and of the logarithm of a mass over scales, numbers of 16 to 32: so
-# much may be missing of it, two last places of such in fp32, where one token makes a row
-# (docs/numerics.md, "Bytes with several scales a token").
-LSE_PLACES = 2.0**-18
 
 
 def window(heads: int, page_size: int, extra: int, extra_page: int, parts: int = 3) -> RecordShape:
