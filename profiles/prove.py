@@ -73,7 +73,10 @@ EXPLAINED_OF = {
         "1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",
         "8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
     ),
-    "*_decode_mix16_r16_*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_r16_*": (
+        "4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+        "1 x mbarrier.arrive.shared.b64 in mix16_softmax.py",
+    ),
     "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_*": CONVERTED,
     "*decode_f16_*": CONVERTED,
