@@ -35,7 +35,7 @@ from ..cache_records.record import Record
 from ..common.rounding import fma
 from ..dims import E4M3_MAX
 from . import quant
-from .byte_records import EXPONENT_AT, lanes_of_group, source_of, store_where
+from .byte_records import EXPONENT_AT, OfRecord, lanes_of_group, source_of, store_where
 from .stored import Stores
 
 FRACTION = 0x7FFFFF  # bits of an fp32 number below its exponent
@@ -49,20 +49,8 @@ class _Writes(NamedTuple):
     power_of_two: Int32  # 1: fp32 scales are rounded up to powers of two; 0: they are not
 
 
-class Target(_Writes):
+class Target(_Writes, OfRecord):
     """A cache to write: see ``stored``.  ``target_of`` makes the class of a record."""
-
-    own: Record
-
-    @property
-    def shape(self) -> Any:
-        """(pages, P, ...)"""
-        return self.kv.shape
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """Of content, of RoPE."""
-        return self.own.content.count, self.own.rope_channels
 
     def quantised(
         self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, _slot: Any, lane: Any

@@ -31,12 +31,15 @@ class _Reads(NamedTuple):
     kv: cute.Tensor  # u8 (pages, P, 1, bytes of a token)
 
 
-class Source(_Reads):
-    """A cache to read: see ``stored``.  ``source_of`` makes the class of a record."""
+class OfRecord:
+    """What a cache to read and one to write have in common, beside tensor ``kv``.
+
+    Attributes:
+        own: how a token lies.
+    """
 
     own: Record
-    heads = False  # whether rows have a dimension of heads
-    shares_pages = False  # whether the tokens that a warp fetches lie in one page: P may be odd
+    kv: cute.Tensor
 
     @property
     def shape(self) -> Any:
@@ -47,6 +50,13 @@ class Source(_Reads):
     def channels(self) -> tuple[int, int]:
         """Of content, of RoPE."""
         return self.own.content.count, self.own.rope_channels
+
+
+class Source(_Reads, OfRecord):
+    """A cache to read: see ``stored``.  ``source_of`` makes the class of a record."""
+
+    heads = False  # whether rows have a dimension of heads
+    shares_pages = False  # whether the tokens that a warp fetches lie in one page: P may be odd
 
     def row(self, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> tuple[Any, Any, Any]:
         """Where this lane reads a token's content, RoPE (None without) and scales; ``dt``: what it
