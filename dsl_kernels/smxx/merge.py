@@ -31,7 +31,8 @@ lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on 
 
 Tables are read in one trip while there are fewer than 2 * WARP units, and before the wait where
 merge is launched by decode: a CTA of decode lets merge start behind its own wait only, when the
-plan's kernel has ended.
+plan's kernel has ended.  Behind decode merge lets the next kernel start at once, so that the next
+one's CTAs take the SMs that decode leaves; it waits, as merge does, for the end of the one before.
 
 Behind a decode whose tables are not a plan's, a CTA asks first whether they cover its unit, and one
 of the unit's writes NaN where they do not (coverage.py).
@@ -358,6 +359,7 @@ def _merge(
     )
     if cutlass.const_expr(decode is None):
         compat.pdl_wait()
+    compat.pdl_launch_dependents()
     count = split_begin.shape[0] - 1
     piece = merge_piece.piece_of(split_begin, o_accum.shape[0])
     unit, mine, begin, n = piece.unit, piece.mine, piece.begin, piece.n
@@ -374,7 +376,6 @@ def _merge(
                 unit, mine = merge_piece.unit_by_number(block, count)
     if cutlass.const_expr(decode is not None):
         compat.pdl_wait()
-    compat.pdl_launch_dependents()
     if covered:
         if n > 0:
             row, rows = merge_piece.rows_of(units, out, unit, o_accum.shape[1])
