@@ -86,7 +86,7 @@ def row(pools: Pools, shape: tuple[int, int, int, int], name: str) -> str:
     b, s_q, heads, topk = shape
     x = torch.randn(b, s_q, heads, 576, device=pools.rows.device).bfloat16()
     sets = sparse_cost.index_sets(pools, b, s_q, topk)
-    builds = [by_build(CONTENDERS[name](pools, x, sets, None), only) for only in HALVES]
+    builds = [by_build(CONTENDERS[name](pools, x, sets, {}), only) for only in HALVES]
     error = sparse_cost.error(builds[0], sets[0], topk)
     if not error < GATES[name]:
         raise ValueError(f"{shape}, {name}: {error}")

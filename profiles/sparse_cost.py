@@ -122,12 +122,14 @@ def index_sets(pools: Pools, b: int, s_q: int, topk: int) -> list[torch.Tensor]:
     return sets
 
 
-def native(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], parts: int | None) -> Contender:
-    """``snapmla.decode`` over the FP8 cache, planned, results given."""
+def native(
+    pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], options: dict[str, Any]
+) -> Contender:
+    """``snapmla.decode`` over the FP8 cache, planned with these options, results given."""
     b, s_q, heads, _ = x.shape
     q = snapmla.quantize_q(x[..., :512].contiguous(), x[..., 512:].contiguous())
     plan = snapmla.plan_sparse_decode(
-        heads, s_q, topk=sets[0].shape[-1], batch=b, device=x.device, num_parts=parts
+        heads, s_q, topk=sets[0].shape[-1], batch=b, device=x.device, **options
     )
     out = torch.full((b, s_q, heads, 512), torch.nan, dtype=torch.bfloat16, device=x.device)
     lse = torch.full((b, heads, s_q), torch.nan, device=x.device)
@@ -142,15 +144,15 @@ def native(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], parts: int |
 
 
 def over_rows(
-    pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], parts: int | None
+    pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], options: dict[str, Any]
 ) -> Contender:
-    """``snapmla.decode`` over FlashMLA's rows."""
+    """The same over FlashMLA's rows."""
     b, s_q, heads, _ = x.shape
     rows = pools.rows.view(-1, PAGE, 1, 656)
     cache = snapmla.PagedKVCache.from_tensors(rows, format="fp8_ds_mla")
     plan = snapmla.plan_sparse_decode(
-        heads, s_q, topk=sets[0].shape[-1], batch=b, device=x.device, num_parts=parts,
-        cache_dtype="fp8_ds_mla",
+        heads, s_q, topk=sets[0].shape[-1], batch=b, device=x.device, cache_dtype="fp8_ds_mla",
+        **options,
     )  # fmt: skip
     out = torch.full((b, s_q, heads, 512), torch.nan, dtype=torch.bfloat16, device=x.device)
     lse = torch.full((b, heads, s_q), torch.nan, device=x.device)
@@ -242,14 +244,14 @@ def row(
     pools: Pools,
     shape: tuple[int, int, int, int],
     ours: list[Callable[..., Contender]],
-    parts: int | None = None,
+    options: dict[str, Any] | None = None,
 ) -> str:
     """One line of the table.  Raises ValueError for results that are wrong."""
     b, s_q, heads, topk = shape
     x = torch.randn(b, s_q, heads, 576, device=pools.rows.device).bfloat16()
     sets = index_sets(pools, b, s_q, topk)
     contenders = [flashmla(pools, x, sets)]
-    contenders += [make(pools, x, sets, parts) for make in ours]
+    contenders += [make(pools, x, sets, options or {}) for make in ours]
     errors = {c.name: error(c, sets[0], topk) for c in contenders}
     wrong = {name: e for name, e in errors.items() if not e < GATES[name]}
     if wrong:
@@ -313,7 +315,9 @@ def main(
         for shape in ((2, 1, 128, 2048), (2, 1, 64, 2048), (2, 1, 16, 2048)) if sweep else ():
             for parts in (8, 16, 22, 33, 44, 66, 132):
                 if parts * -(-shape[2] // 64) <= 132:
-                    lines.append(row(pools, shape, ours, parts) + f" {parts} parts |")
+                    lines.append(
+                        row(pools, shape, ours, {"num_parts": parts}) + f" {parts} parts |"
+                    )
                     typer.echo(lines[-1])
     write_atomic(out / "sparse_cost.md", "\n".join(lines) + "\n")
 

@@ -24,7 +24,6 @@ if __name__ == "__main__":
 import torch
 import typer
 
-import snapmla
 from codegen.artifacts import write_atomic
 from dsl_kernels.dims import TOKEN_TILE
 from profiles import sparse_cost as cost
@@ -38,22 +37,6 @@ MOST = 64 * 2048 * 64  # tokens x entries x heads: larger work is not in questio
 ROW_TILES = (16, 32, 64)
 CUTS = {"cut": False, "whole": True}
 CHOSEN = "chosen"
-
-
-def contender(
-    name: str, pools: cost.Pools, x: torch.Tensor, sets: list[torch.Tensor], options: dict[str, Any]
-) -> cost.Contender:
-    """A contender of ``sparse_cost`` by a plan of these options."""
-    usual = snapmla.plan_sparse_decode
-
-    def planned(*given: Any, **named: Any) -> Any:
-        return usual(*given, **{**named, **options})
-
-    snapmla.plan_sparse_decode = planned
-    try:
-        return cost.CONTENDERS[name](pools, x, sets, None)
-    finally:
-        snapmla.plan_sparse_decode = usual
 
 
 def candidates(heads: int, entries: int, device: torch.device) -> dict[str, dict[str, Any]]:
@@ -75,7 +58,7 @@ def row(pools: cost.Pools, name: str, shape: tuple[int, int, int]) -> str:
     sets = cost.index_sets(pools, tokens, 1, entries)
     found = []
     for label, options in candidates(heads, entries, device).items():
-        one = contender(name, pools, x, sets, options)
+        one = cost.CONTENDERS[name](pools, x, sets, options)
         if not (error := cost.error(one, sets[0], entries)) < 2 * cost.GATES[name]:
             raise ValueError(f"{name} {shape} {label}: {error}")
         one.name = label

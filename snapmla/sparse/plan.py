@@ -112,7 +112,6 @@ class SparseOptions(PlanOptions):
         return min(most, PARTS_OF_FEW) if few else most
 
 
-
 def sparse_spec(
     arch: str,
     row_tile: int,
