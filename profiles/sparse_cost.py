@@ -315,9 +315,8 @@ def main(
         for shape in ((2, 1, 128, 2048), (2, 1, 64, 2048), (2, 1, 16, 2048)) if sweep else ():
             for parts in (8, 16, 22, 33, 44, 66, 132):
                 if parts * -(-shape[2] // 64) <= 132:
-                    lines.append(
-                        row(pools, shape, ours, {"num_parts": parts}) + f" {parts} parts |"
-                    )
+                    line = row(pools, shape, ours, {"num_parts": parts})
+                    lines.append(f"{line} {parts} parts |")
                     typer.echo(lines[-1])
     write_atomic(out / "sparse_cost.md", "\n".join(lines) + "\n")
 
