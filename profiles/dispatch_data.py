@@ -2,11 +2,12 @@
 
     python -m profiles.dispatch_data            # after a new H200 table was committed
 
-Of pipeline ``f16`` it is ``logits_cost.md``; of sparse decode they are ``sparse-cost-*.md`` of an
+Of pipeline ``f16`` it is ``logits_cost.md``; of sparse decode they are ``sparse_tiles*.md`` of an
 H200 and an H100, a block for each.  Per pipeline and row tile it fits ``us = fixed_us + tile_us *
-(tiles a part walks)`` to the rows of the committed tables (least squares of the relative error);
-the rows themselves go along as measured points, which override the model.  Nothing here touches a
-GPU.
+(tiles a part walks)`` to the rows of the committed tables (least squares of the relative error; of
+sparse decode a part's items count as tiles, too, and merging is no part of the line:
+``snapmla.dispatch.load``); the rows themselves go along as measured points, which override the
+model.  Nothing here touches a GPU.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import json
 import re
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from codegen.artifacts import write_atomic
-from dsl_kernels.families import sparse_decode
 from dsl_kernels.families.formats import FORMATS as COSTED
 from dsl_kernels.families.fp8_decode import FAMILY
 from dsl_kernels.spec import VariantSpec
 from profiles.roofline import FORMATS, card_by_name
-from snapmla.dispatch import parts_of, unit_rows
+from snapmla.dispatch import Load, Share, parts_of, parts_of_lists, unit_rows
+from snapmla.sparse.plan import sparse_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiles" / "results"
@@ -37,15 +39,18 @@ BOTH = ("snapmla", DUAL_WG)  # default options only, so that rows are comparable
 TABLES = ("h200-table", "etap-fig1", "snapmla-fig5", "snapmla-fig6")
 LOGITS, EXACT = "logits_cost", "f16"  # table of a pipeline beside the default, and which
 SHORTEST = 512  # tokens of a sequence there; shorter ones are left whole, which is no line's work
-# Sparse decode: table and card; of each of our columns pipeline, cache format and place.
-SPARSE_TABLES = {"sparse-cost-h200": "H200", "sparse-cost-h100": "H100 SXM"}
-SPARSE_COLUMNS = (("etap", "fp8", 3), ("mix16", "fp8_ds_mla", 8))
-# How calls of those tables were planned: by the least row tile that holds the heads, or the
-# largest; few tokens of several row blocks on 44 parts, others on as many as fill 132 SMs.
-SMS, FEW_BLOCKS, PARTS_OF_FEW = 132, 4, 44
+# Sparse decode: table and card; of each of its caches pipeline and format.
+SPARSE_TABLES = {"sparse_tiles": "H200", "sparse_tiles-h100": "H100 SXM"}
+SPARSE_CACHES = {"native": ("etap", "fp8"), "rows": ("mix16", "fp8_ds_mla")}
+SMS = 132  # of both cards
+# Which share of ``Load.shares`` a column has.
+CUTS: dict[str, Callable[[Share, Load], bool]] = {
+    "whole": lambda share, load: share.whole,
+    "cut": lambda share, load: not share.whole and share.parts == load.parts,
+    "even": lambda share, load: not share.whole and share.parts != load.parts,
+}
 BOUND = 0.85  # of the most bytes a time that a column reaches: such rows are no kernel's own time
 LONG = 0.8  # of a call's time is not fixed, where rows tell the rate of reading
-LEAST_FREE = 3  # of the others that tell a line; else all do
 LEAST_SPREAD = 2.0  # largest over smallest work that still tells fixed_us from tile_us
 
 _KERNEL = re.compile(r"(\w+) row_tile (\d+) parts (\d+)")
@@ -66,10 +71,18 @@ class Row:
     mhz: float
     table: str
     op: str = OP
+    share: Share | None = None
+
+    @property
+    def own_us(self) -> float:
+        """Without merging, where that is no part of the line."""
+        return self.us if self.share is None else self.us - self.share.us(0.0)
 
     @property
     def work(self) -> float:
         """Token tiles that each part walks."""
+        if self.share is not None:
+            return self.share.work
         tile = VariantSpec(op=self.op, pipeline=self.pipeline).token_tile
         return self.batch * -(-self.seqlen // tile) / self.parts
 
@@ -126,8 +139,8 @@ def _commit_of(text: str, table: str) -> str:
 def _line(points: list[Row], fixed: float | None = None) -> tuple[float, float]:
     """(fixed_us, tile_us) with the least squared relative error; ``fixed`` may be given."""
     # minimise sum (fixed / us + tile * work / us - 1)^2
-    u = [1 / p.us for p in points]
-    v = [p.work / p.us for p in points]
+    u = [1 / p.own_us for p in points]
+    v = [p.work / p.own_us for p in points]
     if fixed is not None:
         tile = sum(b * (1 - fixed * a) for a, b in zip(u, v)) / sum(b * b for b in v)
         return fixed, tile
@@ -155,7 +168,7 @@ def fit(rows: list[Row]) -> list[dict[str, Any]]:
     entries = []
     for (pipeline, row_tile), (fixed, tile) in sorted(lines.items()):
         points = groups[pipeline, row_tile]
-        worst = max(abs((fixed + tile * p.work) / p.us - 1) for p in points)
+        worst = max(abs((fixed + tile * p.work) / p.own_us - 1) for p in points)
         entries.append(
             {
                 "pipeline": pipeline,
@@ -186,56 +199,59 @@ def measured(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def read_sparse(table: str) -> tuple[str, list[Row]]:
-    """(commit of a table of sparse decode, its rows of ours): a sequence is a query token."""
-    text = (RESULTS / f"{table}.md").read_text()
-    rows = []
-    for cells in (line.strip("| ").split(" | ") for line in text.splitlines()):
-        if len(cells) != 13 or not cells[0][0].isdigit():
+    """(commit of a table of row tiles and cuts, a row for each): a sequence is a query token."""
+    text, rows = (RESULTS / f"{table}.md").read_text(), []
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    (head,) = (cells for cells in lines if cells[0] == "cache")
+    columns = {i: name.split() for i, name in enumerate(head) if name.split()[0].isdigit()}
+    for cells in lines:
+        if cells[0] not in SPARSE_CACHES:
             continue
-        b, s_q, heads, topk = map(int, cells[0].split(", "))
-        for pipeline, _, column in SPARSE_COLUMNS:
-            tiles = sparse_decode.ROW_TILES[pipeline]
-            tile = next((t for t in tiles if t >= heads), tiles[-1])
-            blocks, tokens = -(-heads // tile), b * s_q
-            few = blocks > 1 and tokens * blocks <= FEW_BLOCKS
-            parts = PARTS_OF_FEW if few else SMS // blocks
-            us = float(cells[column])
-            rows.append(
-                Row(pipeline, tile, heads, tokens, topk, parts, us, 0.0, table, "sparse_decode")
+        pipeline, fmt = SPARSE_CACHES[cells[0]]
+        tokens, heads, entries = map(int, cells[1].split(" × "))
+        for i, (tile, cut) in columns.items():
+            if cells[i] == "–":
+                continue
+            spec = sparse_spec("sm_90a", int(tile), "bf16", cache=fmt)
+            load = Load(
+                tokens, parts_of_lists(SMS, heads, tokens, spec), -(-entries // spec.token_tile)
             )
+            share = next(s for s in load.shares() if CUTS[cut](s, load))
+            rows.append(
+                Row(
+                    pipeline, int(tile), heads, tokens, entries, share.parts, float(cells[i]), 0.0,
+                    table, "sparse_decode", share,
+                )
+            )  # fmt: skip
     assert rows, table
     return _commit_of(text, table), rows
 
 
 def sparse_block(table: str) -> dict[str, Any]:
-    """Of one card: every row as a point; the line through those that memory does not bound, where
-    a kernel has some; the most that is read a time, beside what a call takes at least."""
+    """Of one card: the least time of each size and row tile as a point; the line through all that
+    memory does not bound; the most that is read a time, beside what a call takes at least."""
     commit, rows = read_sparse(table)
-    token_bytes = {pipeline: COSTED[fmt].token_bytes for pipeline, fmt, _ in SPARSE_COLUMNS}
+    token_bytes = {pipeline: COSTED[fmt].token_bytes for pipeline, fmt in SPARSE_CACHES.values()}
     read = {row: token_bytes[row.pipeline] * row.batch * row.seqlen * 1e-3 for row in rows}
     most = {
         pipeline: max(x / row.us for row, x in read.items() if row.pipeline == pipeline)
         for pipeline in token_bytes
     }
-    groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.pipeline, row.row_tile].append(row)
-    fitted: list[Row] = []
-    for (pipeline, _), group in groups.items():
-        free = [row for row in group if read[row] / row.us < BOUND * most[pipeline]]
-        fitted += free if len(free) >= LEAST_FREE else group
-    tiles = fit(fitted)
+    tiles = fit([row for row in rows if read[row] / row.us < BOUND * most[row.pipeline]])
     fixed = {(tile["pipeline"], tile["row_tile"]): tile["fixed_us"] for tile in tiles}
     beside = ((row, row.us - fixed[row.pipeline, row.row_tile]) for row in rows)
     gbs = max(read[row] / us for row, us in beside if us > LONG * row.us)
     card = SPARSE_TABLES[table]
+    least: dict[tuple[str, int, int, int, int], Row] = {}
+    for row in sorted(rows, key=lambda row: -row.us):
+        least[row.pipeline, row.row_tile, row.rows, row.batch, row.seqlen] = row
     return {
         "op": "sparse_decode",
         "card": card,
         "tables": {table: commit},
         "read_fraction": round(gbs / card_by_name(card).ceilings.read_gbs, 3),
         "tiles": tiles,
-        "measured": measured(rows),
+        "measured": measured(list(least.values())),
     }
 
 

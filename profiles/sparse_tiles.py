@@ -2,9 +2,11 @@
 
     python -m profiles.sparse_tiles --out profiles/results
 
-Query tokens x heads x entries over both caches of ``profiles.sparse_cost``: every row tile, cut for
-balance (with a merge behind it) and uncut, and the plan that a call gets by itself.  *Regret* is
-its time over the least of all.  Results are compared with fp64 as there.
+Query tokens x heads x entries over both caches of ``profiles.sparse_cost``: every row tile, with
+lists cut so that all parts have equal shares, cut into equal pieces, and whole (where that is not
+the same), and the plan that a call gets by itself.  *Regret* is its time over the least of all.
+Results are compared with fp64 as there.  The dispatcher's times are fitted to the table
+(``profiles.dispatch_data``).
 """
 
 from __future__ import annotations
@@ -26,27 +28,41 @@ import typer
 
 from codegen.artifacts import write_atomic
 from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.families.sparse_decode import ROW_TILES as TILES_OF
 from profiles import sparse_cost as cost
 from profiles import timing
 from profiles.bench import command_line, commit
 from profiles.machine import machine
+from snapmla.dispatch import Load, parts_of_lists
+from snapmla.sparse.plan import sparse_spec
 
 CACHES = {"native": "fp8", "rows": "fp8_ds_mla"}
-TOKENS, HEADS, ENTRIES = (1, 2, 4, 8, 16, 32, 64, 128, 256), (32, 64, 128), (512, 2048)
-MOST = 64 * 2048 * 64  # tokens x entries x heads: larger work is not in question
-ROW_TILES = (16, 32, 64)
-CUTS = {"cut": False, "whole": True}
+TOKENS, HEADS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (16, 32, 64, 128)
+ENTRIES = (512, 2048)
+MOST = 128 * 2048 * 128  # tokens x entries x heads: larger work is not in question
+CUTS = ("cut", "even", "whole")
 CHOSEN = "chosen"
+ROW_TILES = TILES_OF["mix16"]
 
 
-def candidates(heads: int, entries: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Options of ``plan_sparse_decode`` by label."""
+def candidates(
+    name: str, shape: tuple[int, int, int], sms: int
+) -> dict[tuple[int, str] | str, dict[str, Any]]:
+    """Options of ``plan_sparse_decode`` by row tile and cut, those that differ; by ``CHOSEN``."""
+    tokens, heads, entries = shape
     full = -(-entries // TOKEN_TILE) * TOKEN_TILE
-    found: dict[str, dict[str, Any]] = {CHOSEN: {}}
-    for tile, (cut, whole) in itertools.product(ROW_TILES, CUTS.items()):
-        if tile < 2 * heads:
-            more = {"fixed_split_tokens": full} if whole else {}
-            found[f"{tile} {cut}"] = {"row_tile": tile, **more}
+    found: dict[tuple[int, str] | str, dict[str, Any]] = {CHOSEN: {}}
+    for tile in ROW_TILES:
+        if tile >= 2 * heads:
+            continue
+        spec = sparse_spec("sm_90a", tile, "bf16", cache=CACHES[name])
+        load = Load(tokens, parts_of_lists(sms, heads, tokens, spec), full // TOKEN_TILE)
+        for share in load.shares():
+            if share.whole:
+                found[tile, "whole"] = {"row_tile": tile, "fixed_split_tokens": full}
+            elif share.merges:
+                cut = "cut" if share.parts == load.parts else "even"
+                found[tile, cut] = {"row_tile": tile, "num_parts": share.parts}
     return found
 
 
@@ -56,22 +72,22 @@ def row(pools: cost.Pools, name: str, shape: tuple[int, int, int]) -> str:
     device = pools.rows.device
     x = torch.randn(tokens, 1, heads, 576, device=device).bfloat16()
     sets = cost.index_sets(pools, tokens, 1, entries)
-    found = []
-    for label, options in candidates(heads, entries, device).items():
+    found, sms = {}, torch.cuda.get_device_properties(device).multi_processor_count
+    for label, options in candidates(name, shape, sms).items():
         one = cost.CONTENDERS[name](pools, x, sets, options)
         if not (error := cost.error(one, sets[0], entries)) < 2 * cost.GATES[name]:
             raise ValueError(f"{name} {shape} {label}: {error}")
-        one.name = label
-        found.append(one)
-    plan = found[0].plan
-    us = cost.in_turn(found)
-    own = us.pop(CHOSEN)
+        one.name = str(label)
+        found[label] = one
+    times = cost.in_turn(list(found.values()))
+    us = {label: times[one.name] for label, one in found.items()}
+    own, plan = us.pop(CHOSEN), found[CHOSEN].plan
     best = min(us, key=lambda label: us[label])
-    what = f"{plan.row_tile} {'whole' if plan.split_tiles else 'cut'}"
-    cells = [f"{us[f'{t} {c}']:.1f}" if f"{t} {c}" in us else "–" for t in ROW_TILES for c in CUTS]
+    cells = [f"{us[t, c]:.1f}" if (t, c) in us else "–" for t in ROW_TILES for c in CUTS]
+    what = f"{plan.row_tile}, {'whole' if plan.split_tiles else f'{plan.num_parts} parts'}"
     return (
         f"| {name} | {tokens} × {heads} × {entries} | {' | '.join(cells)} | {what} | {own:.1f} | "
-        f"{best} | {own / us[best]:.2f} |"
+        f"{' '.join(map(str, best))} | {own / us[best]:.2f} |"
     )
 
 
@@ -97,9 +113,9 @@ def main(
         f"`{command_line(sys.argv[1:], '-m profiles.sparse_tiles')}`", "",
         f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
         f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
-        "- µs a call in a graph; row tile, and whether lists are cut for balance", "",
+        "- µs a call in a graph; row tile, and how lists are cut", "",
         f"| cache | tokens × heads × entries | {columns} | chosen | its µs | least | regret |",
-        "|---" * 12 + "|",
+        "|---" * 15 + "|",
     ]  # fmt: skip
     torch.manual_seed(0)
     with torch.inference_mode():

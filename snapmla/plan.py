@@ -20,9 +20,6 @@ from snapmla.layouts import kernel_page_size
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
 MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
-# What a call takes longer by launching merge, where nothing is split: the next kernel cannot begin
-# under this one's end (an H200, calls in a graph: ``sparse_v4_sweep``).
-LAUNCH_MERGE_NS = 6000
 MAX_STRETCHES = 4  # of a part whose items must not be too long (``Format.longest_item``)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
@@ -294,28 +291,6 @@ class StepShape(NamedTuple):
     full: bool = False
 
 
-class Load(NamedTuple):
-    """A step of equally long units.
-
-    Attributes:
-        units, parts, tiles: how many, and of each unit.
-        overhead: cost of an item beside its tiles, in tiles.
-    """
-
-    units: int
-    parts: int
-    tiles: int
-    overhead: int
-
-    def whole_is_faster(self, tile_ns: int) -> bool:
-        """Whether units that nobody cuts, so that no merge is launched, take no longer than parts
-        of equal cost; not without a tile's time."""
-        item = self.tiles + self.overhead
-        whole = -(-self.units // self.parts) * item
-        cut = max(-(-self.units * item // self.parts), self.overhead + 1)
-        return bool(tile_ns) and (whole - cut) * tile_ns <= LAUNCH_MERGE_NS
-
-
 # (cache_seqlens, slots, unit_rows, cache_dtype) -> (o_accum, lse_accum)
 Workspaces = Callable[[torch.Tensor, int, int, str], tuple[torch.Tensor, torch.Tensor]]
 
@@ -362,9 +337,9 @@ def make_plan(
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     tile_ns, read_ns = options.tile_times(device, spec)
-    load = Load(units, num_parts, max_tiles, fixed_overhead)
-    if shape.full and not split_tiles and stretches == 1 and load.whole_is_faster(tile_ns):
-        split_tiles = max_tiles
+    if shape.full and options.num_parts is None and not split_tiles and stretches == 1 and tile_ns:
+        share = dispatch.Load(units, num_parts, max_tiles).best(1e-3 * tile_ns)
+        num_parts, split_tiles = share.parts, max_tiles if share.whole else 0
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
 
     def ints(*shape: int) -> torch.Tensor:

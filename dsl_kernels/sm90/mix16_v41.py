@@ -45,7 +45,7 @@ from .mix16_content import (
 )
 from .mix16_parts import SUM_FACTOR, RecordQueries, RecordScales, larger_halves, pack_f16
 from .mix16_pv import VTile
-from .mix16_v4_parts import EXPONENT_AT, of_tile
+from .mix16_v4_parts import EXPONENT_AT, log2_of_power, of_tile
 from .roles import K_READERS, Q_READERS
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class V41Scales(RecordScales):
         for e in cutlass.range_constexpr(2):
             sigma = cute.arch.fmax(largest[e], least)
             inverse.append(cute.arch.rcp_approx(sigma))
-            log = cute.math.log2(sigma, fastmath=True)
+            log = log2_of_power(sigma)
             four = cute.make_rmem_tensor((4,), Float32)
             four[0] = Float32(cutlass.select_(named[e], log, -Float32.inf))
             four[1], four[2], four[3] = inverse[e] * SUM_FACTOR, sigma, some

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp
 
 from .. import compat
@@ -49,7 +49,7 @@ WORDS = 8  # of a token's ratios for K, one of them unused: two stores of 16 byt
 STAGE_BYTES = TILE * (C + 2 * R + SCALE_BYTES + 4 * (4 + WORDS) + 2 * GROUPS)
 STEPS = 4  # k steps of a group, which are converted at once
 LINE = 128
-EXPONENT_AT = 23  # of an fp32 number
+EXPONENT_AT, EXPONENT_BIAS = 23, 127  # of an fp32 number
 
 
 def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
@@ -79,6 +79,12 @@ def of_tile(largest, named, top):
     some = cute.arch.vote_any_sync(named[0] | named[1])
     some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
     return top, least, some
+
+
+def log2_of_power(x):
+    """log2 of a power of two, a normal fp32 number, or of infinity: its exponent, as ``lg2.approx``
+    is off by up to 2^-20 there, which LSE would have; 128 of infinity."""
+    return Float32((x.bitcast(Int32) >> EXPONENT_AT) - EXPONENT_BIAS)
 
 
 class V4QueryRows(QueryRows):
@@ -138,7 +144,7 @@ class V4Scales(RecordScales):
         for e in cutlass.range_constexpr(2):
             sigma = cute.arch.fmax(largest[e], least)
             inverse.append(cute.arch.rcp_approx(sigma))
-            log = cute.math.log2(sigma, fastmath=True)
+            log = log2_of_power(sigma)
             four = cute.make_rmem_tensor((4,), Float32)
             four[0] = Float32(cutlass.select_(named[e], log, -Float32.inf))
             key_sigma = cute.arch.fmax(sigma, Float32(LEAST_KEY_SIGMA))

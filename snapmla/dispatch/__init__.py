@@ -34,8 +34,9 @@ from snapmla.dispatch.calls import (
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Size, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
+from snapmla.dispatch.load import Load, Share
 from snapmla.dispatch.needs import INDICES, PLAIN, Model, is_sparse, needs
-from snapmla.dispatch.sparse_decode import PIPELINES
+from snapmla.dispatch.sparse_decode import PIPELINES, parts_of_lists
 
 __all__ = [
     "INDICES",
@@ -45,7 +46,9 @@ __all__ = [
     "ROW_BLOCKS",
     "Card",
     "Explanation",
+    "Load",
     "Model",
+    "Share",
     "Size",
     "Verdict",
     "cache_name",
@@ -60,6 +63,7 @@ __all__ = [
     "needs",
     "op_of",
     "parts_of",
+    "parts_of_lists",
     "rows_of_unit",
     "sparse_cache_name",
     "tile_times",

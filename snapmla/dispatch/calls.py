@@ -32,7 +32,7 @@ _BY_FORMAT: dict[str, DecodeOp] = {
     **{name: each for each in OPS.values() for name in each.family.formats}, **RECORD_OPS
 }  # fmt: skip
 OPS |= {each.family.op: each for each in RECORD_OPS.values()}
-TILES_OF = "H200"  # card of ``DecodeOp.tile_ns``
+TILES_OF = "H200"  # card of ``DecodeOp.ns_of_tile``
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
 
 
@@ -137,7 +137,7 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
     and by their tensor cores.  The software GPU has no times: it cuts whatever there is to cut.
     """
     op = _op_of(spec)
-    tile = 0 if op is None else op.tile_ns.get((spec.pipeline, spec.row_tile), 0)
+    tile = 0 if op is None else op.ns_of_tile(spec, TILES_OF)
     if device.type != "cuda" or op is None or not tile:
         return 0, 0
     card = card_of(device)

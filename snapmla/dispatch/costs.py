@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,12 +54,13 @@ class Costs:
         return next((us for length, us in curve if length == size.seqlen), None)
 
     def model_us(
-        self, spec: VariantSpec, rows: int, size: Size, card: Card, *, tensor_cycles: float,
-        token_bytes: int, more_cycles: float = 0.0,
+        self, spec: VariantSpec, size: Size, card: Card, *, us_of: Callable[[float], float],
+        tensor_cycles: float, token_bytes: int, more_cycles: float = 0.0,
     ) -> float | None:  # fmt: skip
         """Time on a card of the same arch; None of a kernel that nobody measured.
 
         Args:
+            us_of: what the busiest part takes by a tile's time.
             tensor_cycles: that a tile keeps an H100's tensor core busy.
             token_bytes: of the cache.
             more_cycles: those of them that the measured kernel did not have.
@@ -69,12 +71,9 @@ class Costs:
         issue_us = entry.tile_us * self.card.mhz / card.mhz
         issue_us += more_cycles * card.tensor_slowdown / card.mhz
         tile_us = max(issue_us, tensor_cycles * card.tensor_slowdown / card.mhz)
-        own = unit_rows(card.sms, rows, spec)
-        parts, units = parts_of(card.sms, own, spec), -(-rows // own)
-        work = units * size.batch * -(-size.seqlen // spec.token_tile) / parts
         read_gbs = self.read_fraction * card.read_gbs
         read_us = size.batch * size.seqlen * token_bytes / read_gbs * 1e-3
-        return entry.fixed_us + max(work * tile_us, read_us)
+        return entry.fixed_us + max(us_of(tile_us), read_us)
 
 
 def parts_of(sms: int, unit_rows: int, spec: VariantSpec) -> int:

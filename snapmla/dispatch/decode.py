@@ -13,7 +13,7 @@ from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge
-from snapmla.dispatch.costs import Costs, costs_of
+from snapmla.dispatch.costs import Costs, costs_of, parts_of, unit_rows
 from snapmla.layouts import kernel_page_size
 
 STANDARD, HIGH = ACCURACIES = ("standard", "high")  # as users name them
@@ -90,6 +90,10 @@ class DecodeOp:
         if accuracy == HIGH and exact is not None and pipeline in (None, exact):
             return exact, 1
         return pipeline, 2 if accuracy == HIGH else 1
+
+    def ns_of_tile(self, spec: VariantSpec, card: str) -> int:
+        """Nanoseconds of a kernel's tile on the card that was measured; 0 if nobody measured it."""
+        return self.tile_ns.get((spec.pipeline, spec.row_tile), 0)
 
     def costs(self, arch: str) -> tuple[Costs | None, bool]:
         """What is known of its kernels on an architecture, and whether they were measured."""
@@ -237,9 +241,17 @@ class Problem:
         # what was measured is one term: what the second adds is assumed to be hidden by nothing
         more = 0.0 if self.p_terms == 1 else cycles - self.op.tensor_cycles(spec.replace(p_terms=1))
         return costs.model_us(
-            spec, self.rows, self._sequences(size), self.card, tensor_cycles=cycles,
-            more_cycles=more, token_bytes=self.op.token_bytes,
+            spec, self._sequences(size), self.card, us_of=self._us_of(spec, size),
+            tensor_cycles=cycles, more_cycles=more, token_bytes=self.op.token_bytes,
         )  # fmt: skip
+
+    def _us_of(self, spec: VariantSpec, size: Size) -> Callable[[float], float]:
+        """What a part takes by a tile's time, where lengths are not known: an equal share."""
+        sms, sequences = self.card.sms, self._sequences(size)
+        own = unit_rows(sms, self.rows, spec)
+        units = -(-self.rows // own) * sequences.batch
+        share = units * -(-sequences.seqlen // spec.token_tile) / parts_of(sms, own, spec)
+        return lambda tile_us: share * tile_us
 
     def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
         costs, _ = self._costs()

@@ -12,12 +12,8 @@ from dsl_kernels.families.formats import DEFAULT
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
-from snapmla.plan import PlanOptions, StepShape, default_num_parts, make_plan
+from snapmla.plan import PlanOptions, StepShape, make_plan, sm_count
 from snapmla.sparse.rows_plan import MAX_TOPK, ROWS, SparseRowsPlan, plan_rows
-
-# Two row blocks a token, of few tokens: more parts make more partial rows than their tiles save
-# (a token of 2048, 128 heads: 44 parts 12.2 us, 66 parts 14.4 us on an H200).
-FEW_BLOCKS, PARTS_OF_FEW = 4, 44
 
 
 class SparseVariant(PlanVariant):
@@ -107,9 +103,7 @@ class SparseOptions(PlanOptions):
 
     def parts(self, device: torch.device, unit_rows: int, units: int, spec: VariantSpec) -> int:
         """As many as fill the device, fewer for a few tokens of several row blocks."""
-        most, blocks = default_num_parts(device, unit_rows, spec), -(-unit_rows // spec.row_tile)
-        few = blocks > 1 and units * blocks <= FEW_BLOCKS
-        return min(most, PARTS_OF_FEW) if few else most
+        return dispatch.parts_of_lists(sm_count(device), unit_rows, units, spec)
 
 
 def sparse_spec(
