@@ -5,7 +5,7 @@
 Of pipeline ``f16`` it is ``logits_cost.md``; of sparse decode they are ``sparse_tiles*.md`` of an
 H200 and an H100, a block for each.  Per pipeline and row tile it fits ``us = fixed_us + tile_us *
 (tiles a part walks)`` to the rows of the committed tables (least squares of the relative error; of
-sparse decode a part's items count as tiles, too, and merging is no part of the line:
+sparse decode a part's items count as tiles, too, and there is ``cut_us`` where lists are cut:
 ``snapmla.dispatch.load``); the rows themselves go along as measured points, which override the
 model.  Nothing here touches a GPU.
 """
@@ -16,10 +16,11 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from codegen.artifacts import write_atomic
 from dsl_kernels.families.formats import FORMATS as COSTED
@@ -43,12 +44,6 @@ SHORTEST = 512  # tokens of a sequence there; shorter ones are left whole, which
 SPARSE_TABLES = {"sparse_tiles": "H200", "sparse_tiles-h100": "H100 SXM"}
 SPARSE_CACHES = {"native": ("etap", "fp8"), "rows": ("mix16", "fp8_ds_mla")}
 SMS = 132  # of both cards
-# Which share of ``Load.shares`` a column has.
-CUTS: dict[str, Callable[[Share, Load], bool]] = {
-    "whole": lambda share, load: share.whole,
-    "cut": lambda share, load: not share.whole and share.parts == load.parts,
-    "even": lambda share, load: not share.whole and share.parts != load.parts,
-}
 BOUND = 0.85  # of the most bytes a time that a column reaches: such rows are no kernel's own time
 LONG = 0.8  # of a call's time is not fixed, where rows tell the rate of reading
 LEAST_SPREAD = 2.0  # largest over smallest work that still tells fixed_us from tile_us
@@ -74,9 +69,9 @@ class Row:
     share: Share | None = None
 
     @property
-    def own_us(self) -> float:
-        """Without merging, where that is no part of the line."""
-        return self.us if self.share is None else self.us - self.share.us(0.0)
+    def is_cut(self) -> bool:
+        """Whether lists are cut, where that is known."""
+        return self.share is not None and self.share.cut
 
     @property
     def work(self) -> float:
@@ -139,8 +134,8 @@ def _commit_of(text: str, table: str) -> str:
 def _line(points: list[Row], fixed: float | None = None) -> tuple[float, float]:
     """(fixed_us, tile_us) with the least squared relative error; ``fixed`` may be given."""
     # minimise sum (fixed / us + tile * work / us - 1)^2
-    u = [1 / p.own_us for p in points]
-    v = [p.work / p.own_us for p in points]
+    u = [1 / p.us for p in points]
+    v = [p.work / p.us for p in points]
     if fixed is not None:
         tile = sum(b * (1 - fixed * a) for a, b in zip(u, v)) / sum(b * b for b in v)
         return fixed, tile
@@ -168,7 +163,7 @@ def fit(rows: list[Row]) -> list[dict[str, Any]]:
     entries = []
     for (pipeline, row_tile), (fixed, tile) in sorted(lines.items()):
         points = groups[pipeline, row_tile]
-        worst = max(abs((fixed + tile * p.work) / p.own_us - 1) for p in points)
+        worst = max(abs((fixed + tile * p.work) / p.us - 1) for p in points)
         entries.append(
             {
                 "pipeline": pipeline,
@@ -180,6 +175,28 @@ def fit(rows: list[Row]) -> list[dict[str, Any]]:
                 "worst_error": round(worst, 3),
             }
         )
+    return entries
+
+
+def fit_lists(rows: list[Row]) -> list[dict[str, Any]]:
+    """As ``fit``, with what cutting lists takes beside the line."""
+    groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.pipeline, row.row_tile].append(row)
+    entries = []
+    for (pipeline, row_tile), points in sorted(groups.items()):
+        terms = torch.tensor([[1.0, row.work, float(row.is_cut)] for row in points]).double()
+        terms /= torch.tensor([row.us for row in points]).double()[:, None]
+        ones = torch.ones(len(points), 1, dtype=torch.float64)
+        fixed, tile, cut = torch.linalg.lstsq(terms, ones).solution[:, 0].tolist()
+        worst = float((terms @ torch.tensor([fixed, tile, cut]).double() - 1).abs().max())
+        entries.append(
+            {
+                "pipeline": pipeline, "row_tile": row_tile, "fixed_us": round(fixed, 2),
+                "tile_us": round(tile, 4), "cut_us": round(cut, 2),
+                "rows_fitted": len(points), "worst_error": round(worst, 3),
+            }
+        )  # fmt: skip
     return entries
 
 
@@ -216,10 +233,10 @@ def read_sparse(table: str) -> tuple[str, list[Row]]:
             load = Load(
                 tokens, parts_of_lists(SMS, heads, tokens, spec), -(-entries // spec.token_tile)
             )
-            share = next(s for s in load.shares() if CUTS[cut](s, load))
+            share = next(s for s in load.shares() if s.cut == (cut == "cut"))
             rows.append(
                 Row(
-                    pipeline, int(tile), heads, tokens, entries, share.parts, float(cells[i]), 0.0,
+                    pipeline, int(tile), heads, tokens, entries, load.parts, float(cells[i]), 0.0,
                     table, "sparse_decode", share,
                 )
             )  # fmt: skip
@@ -237,7 +254,7 @@ def sparse_block(table: str) -> dict[str, Any]:
         pipeline: max(x / row.us for row, x in read.items() if row.pipeline == pipeline)
         for pipeline in token_bytes
     }
-    tiles = fit([row for row in rows if read[row] / row.us < BOUND * most[row.pipeline]])
+    tiles = fit_lists([row for row in rows if read[row] / row.us < BOUND * most[row.pipeline]])
     fixed = {(tile["pipeline"], tile["row_tile"]): tile["fixed_us"] for tile in tiles}
     beside = ((row, row.us - fixed[row.pipeline, row.row_tile]) for row in rows)
     gbs = max(read[row] / us for row, us in beside if us > LONG * row.us)

@@ -3,10 +3,9 @@
     python -m profiles.sparse_tiles --out profiles/results
 
 Query tokens x heads x entries over both caches of ``profiles.sparse_cost``: every row tile, with
-lists cut so that all parts have equal shares, cut into equal pieces, and whole (where that is not
-the same), and the plan that a call gets by itself.  *Regret* is its time over the least of all.
-Results are compared with fp64 as there.  The dispatcher's times are fitted to the table
-(``profiles.dispatch_data``).
+lists cut so that all parts have equal shares, and whole (where that is not the same), and the plan
+that a call gets by itself.  *Regret* is its time over the least of all.  Results are compared with
+fp64 as there.  The dispatcher's times are fitted to the table (``profiles.dispatch_data``).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CACHES = {"native": "fp8", "rows": "fp8_ds_mla"}
 TOKENS, HEADS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (16, 32, 64, 128)
 ENTRIES = (512, 2048)
 MOST = 128 * 2048 * 128  # tokens x entries x heads: larger work is not in question
-CUTS = ("cut", "even", "whole")
+CUTS = ("cut", "whole")
 CHOSEN = "chosen"
 ROW_TILES = TILES_OF["mix16"]
 
@@ -58,11 +57,8 @@ def candidates(
         spec = sparse_spec("sm_90a", tile, "bf16", cache=CACHES[name])
         load = Load(tokens, parts_of_lists(sms, heads, tokens, spec), full // TOKEN_TILE)
         for share in load.shares():
-            if share.whole:
-                found[tile, "whole"] = {"row_tile": tile, "fixed_split_tokens": full}
-            elif share.merges:
-                cut = "cut" if share.parts == load.parts else "even"
-                found[tile, cut] = {"row_tile": tile, "num_parts": share.parts}
+            how = {"num_parts": load.parts} if share.cut else {"fixed_split_tokens": full}
+            found[tile, "cut" if share.cut else "whole"] = {"row_tile": tile, **how}
     return found
 
 
@@ -115,7 +111,7 @@ def main(
         f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
         "- µs a call in a graph; row tile, and how lists are cut", "",
         f"| cache | tokens × heads × entries | {columns} | chosen | its µs | least | regret |",
-        "|---" * 15 + "|",
+        "|---" * 12 + "|",
     ]  # fmt: skip
     torch.manual_seed(0)
     with torch.inference_mode():

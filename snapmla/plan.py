@@ -337,9 +337,11 @@ def make_plan(
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     tile_ns, read_ns = options.tile_times(device, spec)
+    # the software GPU has no times
     if shape.full and options.num_parts is None and not split_tiles and stretches == 1 and tile_ns:
-        share = dispatch.Load(units, num_parts, max_tiles).best(1e-3 * tile_ns)
-        num_parts, split_tiles = share.parts, max_tiles if share.whole else 0
+        load = dispatch.Load(units, num_parts, max_tiles)
+        if dispatch.stays_whole(dispatch.card_of(device), spec, load):
+            split_tiles = max_tiles
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
 
     def ints(*shape: int) -> torch.Tensor:

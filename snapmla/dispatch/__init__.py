@@ -36,7 +36,7 @@ from snapmla.dispatch.contest import Explanation, Size, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
 from snapmla.dispatch.load import Load, Share
 from snapmla.dispatch.needs import INDICES, PLAIN, Model, is_sparse, needs
-from snapmla.dispatch.sparse_decode import PIPELINES, parts_of_lists
+from snapmla.dispatch.sparse_decode import PIPELINES, parts_of_lists, stays_whole
 
 __all__ = [
     "INDICES",
@@ -66,6 +66,7 @@ __all__ = [
     "parts_of_lists",
     "rows_of_unit",
     "sparse_cache_name",
+    "stays_whole",
     "tile_times",
     "unit_rows",
 ]

@@ -10,23 +10,35 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card, card_named, data
 from snapmla.dispatch.contest import Size
+from snapmla.dispatch.load import Share
 
 ROW_BLOCKS = ("in_step", "balanced")  # ``row_blocks`` of ``plan_decode``
 FEW_IDLE = 0.95  # of the SMs, where row blocks run in step
 
 
 class Tile(NamedTuple):
-    """What a kernel takes beside the number of tiles that its parts walk, and for each of them."""
+    """What a kernel takes beside the number of tiles that its parts walk, for each of them, and
+    where units are cut, if that is told apart."""
 
     fixed_us: float
     tile_us: float
+    cut_us: float = 0.0
+
+    def us(self, share: Share, least: float = 0.0) -> float:
+        """What it takes.
+
+        Args:
+            least: microseconds that tiles take at least.
+        """
+        cut_us = self.cut_us if share.cut else 0.0
+        return self.fixed_us + max(share.work * self.tile_us, least) + cut_us
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,13 @@ class Costs:
         return next((us for length, us in curve if length == size.seqlen), None)
 
     def model_us(
-        self, spec: VariantSpec, size: Size, card: Card, *, us_of: Callable[[float], float],
+        self, spec: VariantSpec, size: Size, card: Card, *, shares: Iterable[Share],
         tensor_cycles: float, token_bytes: int, more_cycles: float = 0.0,
     ) -> float | None:  # fmt: skip
         """Time on a card of the same arch; None of a kernel that nobody measured.
 
         Args:
-            us_of: what the busiest part takes by a tile's time.
+            shares: how the work may be shared out; the one counts that takes least.
             tensor_cycles: that a tile keeps an H100's tensor core busy.
             token_bytes: of the cache.
             more_cycles: those of them that the measured kernel did not have.
@@ -73,7 +85,8 @@ class Costs:
         tile_us = max(issue_us, tensor_cycles * card.tensor_slowdown / card.mhz)
         read_gbs = self.read_fraction * card.read_gbs
         read_us = size.batch * size.seqlen * token_bytes / read_gbs * 1e-3
-        return entry.fixed_us + max(us_of(tile_us), read_us)
+        tile = entry._replace(tile_us=tile_us)
+        return min(tile.us(share, read_us) for share in shares)
 
 
 def parts_of(sms: int, unit_rows: int, spec: VariantSpec) -> int:
@@ -117,7 +130,7 @@ def costs_of(op: str, arch: str, own: str = "") -> Costs | None:
         for curve in points.values():
             curve.sort()
         tiles = {
-            (t["pipeline"], t["row_tile"]): Tile(t["fixed_us"], t["tile_us"])
+            (t["pipeline"], t["row_tile"]): Tile(t["fixed_us"], t["tile_us"], t.get("cut_us", 0.0))
             for t in block["tiles"]
         }
         return Costs(card, block["read_fraction"], tiles, points)

@@ -14,6 +14,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge
 from snapmla.dispatch.costs import Costs, costs_of, parts_of, unit_rows
+from snapmla.dispatch.load import Share
 from snapmla.layouts import kernel_page_size
 
 STANDARD, HIGH = ACCURACIES = ("standard", "high")  # as users name them
@@ -241,17 +242,17 @@ class Problem:
         # what was measured is one term: what the second adds is assumed to be hidden by nothing
         more = 0.0 if self.p_terms == 1 else cycles - self.op.tensor_cycles(spec.replace(p_terms=1))
         return costs.model_us(
-            spec, self._sequences(size), self.card, us_of=self._us_of(spec, size),
+            spec, self._sequences(size), self.card, shares=self._shares(spec, size),
             tensor_cycles=cycles, more_cycles=more, token_bytes=self.op.token_bytes,
         )  # fmt: skip
 
-    def _us_of(self, spec: VariantSpec, size: Size) -> Callable[[float], float]:
-        """What a part takes by a tile's time, where lengths are not known: an equal share."""
+    def _shares(self, spec: VariantSpec, size: Size) -> tuple[Share, ...]:
+        """How a plan may share the work out: equally, where lengths are not known."""
         sms, sequences = self.card.sms, self._sequences(size)
         own = unit_rows(sms, self.rows, spec)
         units = -(-self.rows // own) * sequences.batch
-        share = units * -(-sequences.seqlen // spec.token_tile) / parts_of(sms, own, spec)
-        return lambda tile_us: share * tile_us
+        tiles = units * -(-sequences.seqlen // spec.token_tile)
+        return (Share(tiles / parts_of(sms, own, spec), False),)
 
     def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
         costs, _ = self._costs()

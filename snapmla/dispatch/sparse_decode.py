@@ -6,7 +6,6 @@ tokens that they read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,11 @@ from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.sparse_decode import FAMILY, ROW_TILES, TWO_TERMS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch import dense_decode, fp8_decode
+from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size
 from snapmla.dispatch.costs import Costs, costs_of, parts_of
 from snapmla.dispatch.decode import DecodeOp, Features, Problem
-from snapmla.dispatch.load import Load
+from snapmla.dispatch.load import Load, Share
 
 # Of the caches that sparse attention reads, by format: the pipeline that does.
 PIPELINES = {name: each.sparse for name, each in FORMATS.items() if each.sparse}
@@ -107,16 +107,10 @@ class SparseProblem(Problem):
     def reference(self) -> Size:
         return self.size
 
-    def _us_of(self, spec: VariantSpec, size: Size) -> Callable[[float], float]:
-        """As a plan of full lists shares them out."""
+    def _shares(self, spec: VariantSpec, size: Size) -> tuple[Share, ...]:
+        """As a plan of full lists has them."""
         parts = parts_of_lists(self.card.sms, self.num_heads, size.batch, spec)
-        load = Load(size.batch, parts, -(-size.seqlen // spec.token_tile))
-        return lambda tile_us: load.best(tile_us).us(tile_us)
-
-    def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """Of row tiles that the model cannot tell apart the one of fewest blocks, which read the
-        tokens anew each; of those the smallest, which pads least."""
-        return -(-self.num_heads // spec.row_tile), spec.row_tile
+        return Load(size.batch, parts, -(-size.seqlen // spec.token_tile)).shares()
 
     def describe(self, size: Size) -> tuple[str, str]:
         asked = (
@@ -135,6 +129,13 @@ def parts_of_lists(sms: int, num_heads: int, tokens: int, spec: VariantSpec) -> 
     most, blocks = parts_of(sms, num_heads, spec), -(-num_heads // spec.row_tile)
     few = blocks > 1 and tokens * blocks <= FEW_BLOCKS
     return min(most, PARTS_OF_FEW) if few else most
+
+
+def stays_whole(card: Card, spec: VariantSpec, load: Load) -> bool:
+    """Whether full lists take least if none is cut; not of a kernel that nobody measured."""
+    costs = costs_of(spec.op, spec.arch, card.name)
+    tile = None if costs is None else costs.tiles.get((spec.pipeline, spec.row_tile))
+    return tile is not None and not min(load.shares(), key=tile.us).cut
 
 
 def _op(fmt: str, **attributes: Any) -> SparseOp:
