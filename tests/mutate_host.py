@@ -116,14 +116,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("decode_plan/plan.py", "tokens > self.split_tiles", "tokens > 2 * self.split_tiles",
            "host/test_decode_plan.py::test_a_table_at_the_edge_of_a_split[129-fixed128]",
            "two fixed pieces are never merged"),
-    Mutant("dispatch/sparse_decode.py", "return -(-self.num_heads // spec.row_tile), spec.row_tile",
-           "return (us,)",
+    Mutant("dispatch/sparse_decode.py", "return -self.num_heads % spec.row_tile, us", "return (us,)",
            "host/test_dispatch_sparse_decode.py::"
-           "test_ties_go_to_fewer_blocks_and_then_to_less_padding",
+           "test_ties_go_to_less_padding_and_then_to_less_time",
            "noise of a table picks the row tile"),
+    Mutant("dispatch/sparse_decode.py", "tile is not None and not min(", "not min(",
+           "host/test_sparse_plan.py::"
+           "test_full_lists_stay_whole_where_a_merge_costs_more_than_balance",
+           "a plan of a kernel that nobody measured fails"),
     Mutant("dispatch/sparse_decode.py", "self.card.arch, self.card.name)", "self.card.arch)",
            "host/test_dispatch_sparse_decode.py::"
-           "test_every_row_of_a_table_is_a_point_and_near_the_model[sparse-cost-h100]",
+           "test_every_row_of_a_table_is_a_point_and_near_the_model[sparse_tiles-h100]",
            "an H100's times are an H200's, though a table has them"),
     Mutant("dispatch/costs.py", 'key=lambda block: block["card"] != own', "key=lambda block: 0",
            "host/test_dispatch_costs.py::test_a_cards_own_block_goes_first",

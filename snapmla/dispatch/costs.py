@@ -67,14 +67,14 @@ class Costs:
 
     def model_us(
         self, spec: VariantSpec, size: Size, card: Card, *, shares: Iterable[Share],
-        tensor_cycles: float, token_bytes: int, more_cycles: float = 0.0,
+        tensor_cycles: float, token_bytes: float, more_cycles: float = 0.0,
     ) -> float | None:  # fmt: skip
         """Time on a card of the same arch; None of a kernel that nobody measured.
 
         Args:
             shares: how the work may be shared out; the one counts that takes least.
             tensor_cycles: that a tile keeps an H100's tensor core busy.
-            token_bytes: of the cache.
+            token_bytes: of the cache, that are read.
             more_cycles: those of them that the measured kernel did not have.
         """
         entry = self.tiles.get((spec.pipeline, spec.row_tile))

@@ -243,7 +243,7 @@ class Problem:
         more = 0.0 if self.p_terms == 1 else cycles - self.op.tensor_cycles(spec.replace(p_terms=1))
         return costs.model_us(
             spec, self._sequences(size), self.card, shares=self._shares(spec, size),
-            tensor_cycles=cycles, more_cycles=more, token_bytes=self.op.token_bytes,
+            tensor_cycles=cycles, more_cycles=more, token_bytes=self._read_bytes(spec),
         )  # fmt: skip
 
     def _shares(self, spec: VariantSpec, size: Size) -> tuple[Share, ...]:
@@ -253,6 +253,10 @@ class Problem:
         units = -(-self.rows // own) * sequences.batch
         tiles = units * -(-sequences.seqlen // spec.token_tile)
         return (Share(tiles / parts_of(sms, own, spec), False),)
+
+    def _read_bytes(self, spec: VariantSpec) -> float:
+        """Bytes of a token, where memory bounds a kernel."""
+        return self.op.token_bytes
 
     def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
         costs, _ = self._costs()

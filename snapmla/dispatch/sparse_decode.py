@@ -36,6 +36,9 @@ REFERENCE = Size(128, 2048)  # query tokens and entries of each, of a call that 
 # make more partial rows than their tiles save (a token of 2048, 128 heads in blocks of 64: 44 parts
 # 12.2 us, 66 parts 14.4 us on an H200).
 FEW_BLOCKS, PARTS_OF_FEW = 4, 44
+# By what share reading takes longer for each further row block of a token: 32 heads in blocks of 16
+# beside one of 32, where memory bounds both (``sparse_tiles-h100``).
+AGAIN = 0.06
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 
@@ -111,6 +114,25 @@ class SparseProblem(Problem):
         """As a plan of full lists has them."""
         parts = parts_of_lists(self.card.sms, self.num_heads, size.batch, spec)
         return Load(size.batch, parts, -(-size.seqlen // spec.token_tile)).shares()
+
+    def _read_bytes(self, spec: VariantSpec) -> float:
+        return self.op.token_bytes * (1 + AGAIN * (-(-self.num_heads // spec.row_tile) - 1))
+
+    def rejection(self, spec: VariantSpec) -> str | None:
+        """Beside the others', a row tile of which a smaller one would hold all heads."""
+        reason = super().rejection(spec)
+        if reason is not None or self.row_tile is not None:
+            return reason
+        tiles = self.op.features[spec.pipeline].tiles(self.p_terms)
+        half = next((tile for tile in tiles if self.num_heads <= tile < spec.row_tile), None)
+        return None if half is None else f"a row tile of {half} holds all heads"
+
+    def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
+        """Of row tiles that the model cannot tell apart the one that pads least, then by time;
+        where no time is known the fewest blocks, then the smallest ones."""
+        if us == float("inf"):
+            return -(-self.num_heads // spec.row_tile), spec.row_tile
+        return -self.num_heads % spec.row_tile, us
 
     def describe(self, size: Size) -> tuple[str, str]:
         asked = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +21,7 @@ from snapmla.errors import VariantError
 
 CARDS = {card.name: card for card in dispatch.cards()}
 FORMATS = tuple(SPARSE_OPS)
+MOST = {"H200": 0.45, "H100 SXM": 0.6}  # a model's error, of sizes that memory bounds, too
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +64,10 @@ def test_high_accuracy_is_exact_logits(heads: int, tile: int) -> None:
     assert dispatch.longest_item(dispatch.choose_sparse(CARDS["H200"], heads)) == 0
 
 
-def test_ties_go_to_fewer_blocks_and_then_to_less_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slower tiles within what the model tells apart; beyond that time decides."""
-    tiles = {("etap", 16): (1.0, 1.0), ("etap", 32): (1.0, 2.0), ("etap", 64): (1.0, 3.95)}
+def test_ties_go_to_less_padding_and_then_to_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wider tile that is faster by less than the model tells apart pads more; beyond that, and
+    where no tile pads, time decides."""
+    tiles = {("etap", 16): (1.0, 1.0), ("etap", 32): (1.0, 1.0), ("etap", 64): (1.0, 1.0)}
     found = costs.costs_of("sparse_decode", "sm_90a", "H200")
     assert found is not None
     own = costs.Costs(
@@ -71,35 +75,67 @@ def test_ties_go_to_fewer_blocks_and_then_to_less_padding(monkeypatch: pytest.Mo
     )  # fmt: skip
     where = "snapmla.dispatch.sparse_decode.costs_of"
     monkeypatch.setattr(where, lambda op, arch, card: own)
-    assert dispatch.choose_sparse(CARDS["H200"], 64).row_tile == 64
-    tiles["etap", 64] = (1.0, 4.5)
-    own.tiles["etap", 64] = costs.Tile(1.0, 4.5)
-    contest.judge.cache_clear()
-    assert dispatch.choose_sparse(CARDS["H200"], 64).row_tile == 32
-    own.tiles["etap", 32] = own.tiles["etap", 16]
-    contest.judge.cache_clear()
-    assert dispatch.choose_sparse(CARDS["H200"], 5).row_tile == 16
+
+    def chosen(heads: int) -> int:
+        contest.judge.cache_clear()
+        return dispatch.choose_sparse(CARDS["H200"], heads).row_tile
+
+    tiles["etap", 64] = own.tiles["etap", 64] = costs.Tile(1.0, 1.98)
+    # by tensor-core time: five blocks of 16 against three of 32 and two of 64
+    own.tiles["etap", 16] = costs.Tile(1.0, 1.0)
+    own.tiles["etap", 32] = costs.Tile(1.0, 5 / 3)
+    own.tiles["etap", 64] = costs.Tile(1.0, 5 / 2 - 0.02)
+    assert chosen(65) == 16  # 15 rows of padding, 31, 63
+    own.tiles["etap", 64] = costs.Tile(1.0, 5 / 2 - 0.2)
+    assert chosen(65) == 64
+    own.tiles["etap", 64] = costs.Tile(1.0, 4 - 0.02)
+    own.tiles["etap", 32] = costs.Tile(1.0, 2.0)
+    assert chosen(64) == 64  # none pads
+    assert chosen(16) == 16  # whatever wider ones take
 
 
 @pytest.mark.parametrize("table", dispatch_data.SPARSE_TABLES)
 def test_every_row_of_a_table_is_a_point_and_near_the_model(table: str) -> None:
-    """Within 15 %; the card's own points come first."""
-    card = dispatch_data.SPARSE_TABLES[table]
+    """The least time of a size and row tile is the point, the card's own come first; the model is
+    within an eighth of three quarters of them, and within ``MOST`` of all."""
+    card, out, errors = dispatch_data.SPARSE_TABLES[table], "bf16", []
     _, rows = dispatch_data.read_sparse(table)
-    assert len(rows) == 34
+    least: dict[tuple[str, int, int, int, int], float] = {}
     for row in rows:
-        fmt = "fp8" if row.pipeline == "etap" else "fp8_ds_mla"
-        problem, size = problem_of(row.rows, card, fmt), Size(row.batch, row.seqlen)
-        out = "bf16"
-        spec = SPARSE_OPS[fmt].spec("sm_90a", row.pipeline, row.row_tile, ANY_PAGE, out)
-        assert contest.predict(problem, spec, size)[1] == "measured"
+        key = row.pipeline, row.row_tile, row.rows, row.batch, row.seqlen
+        least[key] = min(row.us, least.get(key, row.us))
+    assert len(least) == 318
+    for (pipeline, row_tile, heads, tokens, entries), us in least.items():
+        fmt = "fp8" if pipeline == "etap" else "fp8_ds_mla"
+        problem, size = problem_of(heads, card, fmt), Size(tokens, entries)
+        spec = SPARSE_OPS[fmt].spec("sm_90a", pipeline, row_tile, ANY_PAGE, out)
+        assert contest.predict(problem, spec, size) == (pytest.approx(us), "measured")
         model = problem.model_us(spec, size)
-        assert model is not None and abs(model / row.us - 1) < 0.15, (row, model)
-    heads16 = contest.predict(
-        problem_of(16, card), SPARSE_OPS["fp8"].spec("sm_90a", "etap", 16, 64, "bf16"),
-        Size(128, 2048),
-    )  # fmt: skip
-    assert heads16 == ({"H200": 50.7, "H100 SXM": 72.9}[card], "measured")
+        assert model is not None
+        errors.append(abs(model / us - 1))
+    errors.sort()
+    assert errors[len(errors) * 3 // 4] < 0.125 and errors[-1] < MOST[card], errors[-5:]
+
+
+@pytest.mark.parametrize("table", dispatch_data.SPARSE_TABLES)
+def test_the_choice_is_near_the_fastest_that_was_measured(table: str) -> None:
+    """Row tile, and whether lists are cut, of every size: 15 % from the least at most."""
+    card = dispatch.card_named(dispatch_data.SPARSE_TABLES[table])
+    assert card is not None
+    _, rows = dispatch_data.read_sparse(table)
+    times: dict[tuple[str, int, int, int], dict[tuple[int, bool], float]] = defaultdict(dict)
+    for row in rows:
+        times[row.pipeline, row.rows, row.batch, row.seqlen][row.row_tile, row.is_cut] = row.us
+    regrets = []
+    for (pipeline, heads, tokens, entries), us in times.items():
+        cache, size = "fp8" if pipeline == "etap" else "fp8_ds_mla", Size(tokens, entries)
+        spec = dispatch.choose_sparse(card, heads, cache=cache, size=size)
+        parts = dispatch.parts_of_lists(card.sms, heads, tokens, spec)
+        load = dispatch.Load(tokens, parts, -(-entries // spec.token_tile))
+        cut = not dispatch.stays_whole(card, spec, load)
+        regrets.append(us[spec.row_tile, cut] / min(us.values()))
+    assert len(regrets) == 142 and max(regrets) < 1.15, sorted(regrets)[-5:]
+    assert statistics.mean(regrets) < 1.01
 
 
 def test_cards_that_nobody_measured_take_the_h200s_times() -> None:
@@ -119,10 +155,14 @@ def test_explain() -> None:
     )
     assert (found.batch, found.seqlen) == (128, 2048)
     assert [(v.pipeline, v.row_tile, v.chosen) for v in found.verdicts] == [
-        ("mix16", 32, True), ("mix16", 64, False), ("mix16", 16, False),
+        ("mix16", 32, True), ("mix16", 16, False), ("mix16", 64, False),
     ]  # fmt: skip
-    assert found.verdicts[0].us == 73.1 and found.verdicts[0].source == "measured"
+    _, rows = dispatch_data.read_sparse("sparse_tiles")
+    at = "mix16", 32, 32, 128, 2048
+    times = [r.us for r in rows if (r.pipeline, r.row_tile, r.rows, r.batch, r.seqlen) == at]
+    assert found.verdicts[0].us == min(times) and found.verdicts[0].source == "measured"
     assert (found.verdicts[1].reason or "").endswith("x the time of mix16 row_tile 32")
+    assert found.verdicts[2].reason == "a row tile of 32 holds all heads"
     # 128 tokens x 2048 entries x 656 bytes and their queries and results at 4608 GB/s
     nbytes = 128 * 2048 * 656 + 128 * 32 * (656 + 1028)
     assert found.roof_us == pytest.approx(nbytes / 4608e3, rel=1e-6)

@@ -9,7 +9,6 @@ import torch
 
 import snapmla
 from snapmla import dispatch
-from snapmla import plan as plans
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
@@ -46,18 +45,23 @@ def test_few_query_tokens_take_smaller_tiles_unless_bits_must_be_those_of_any_ba
 @pytest.mark.parametrize(
     ("load", "whole"),
     [
-        (plans.Load(132, 132, 32, 6), True),
-        (plans.Load(128, 132, 32, 6), True),  # a tile longer than equal parts, without a merge
-        (plans.Load(133, 132, 32, 6), False),  # twice as long
-        (plans.Load(8, 132, 10, 6), False),
-        (plans.Load(256, 132, 2, 6), True),
+        ((132, 132, 32), True),
+        ((128, 132, 32), True),  # a tile longer than equal parts, without a merge
+        ((133, 132, 32), False),  # twice as long
+        ((8, 132, 10), False),
+        ((256, 132, 2), True),
     ],
 )
-def test_units_stay_whole_where_no_merge_is_worth_more_than_balance(
-    load: plans.Load, whole: bool
+def test_full_lists_stay_whole_where_a_merge_costs_more_than_balance(
+    load: tuple[int, int, int], whole: bool
 ) -> None:
-    assert load.whole_is_faster(2300) == whole
-    assert not load.whole_is_faster(0), "no tile was timed"
+    card = dispatch.card_named("H200")
+    assert card is not None
+    for cache in ("fp8_ds_mla", "fp8_v4"):
+        spec = dispatch.choose_sparse(card, 64, cache=cache, row_tile=64)
+        assert dispatch.stays_whole(card, spec, dispatch.Load(*load)) == whole
+    nobody_measured = spec.replace(pipeline="f16", cache_dtype="fp8")
+    assert not dispatch.stays_whole(card, nobody_measured, dispatch.Load(*load))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_fewer_parts_for_few_tokens_of_two_row_blocks(
     heads: int, tokens: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So measured on 132 SMs; a token of one row block takes them all."""
-    monkeypatch.setattr(plans, "sm_count", lambda device: 132)
+    monkeypatch.setattr("snapmla.sparse.plan.sm_count", lambda device: 132)
     options = SparseOptions(num_heads=heads)
     assert options.parts(CPU, heads, tokens, options.kernel(CPU, 1)) == parts
 
