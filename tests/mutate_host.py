@@ -116,7 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("decode_plan/plan.py", "tokens > self.split_tiles", "tokens > 2 * self.split_tiles",
            "host/test_decode_plan.py::test_a_table_at_the_edge_of_a_split[129-fixed128]",
            "two fixed pieces are never merged"),
-    Mutant("dispatch/sparse_decode.py", "return -self.num_heads % spec.row_tile, us", "return (us,)",
+    Mutant("dispatch/sparse_decode.py", "-self.num_heads % spec.row_tile, us", "(us,)",
            "host/test_dispatch_sparse_decode.py::"
            "test_ties_go_to_less_padding_and_then_to_less_time",
            "noise of a table picks the row tile"),
