@@ -68,12 +68,20 @@ EXPLAINED_OF = {
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
-    "*_decode_mix16_r32_*": ("8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_r32_*": (
+        "8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+        "1 x INV_RING.wait_full(cta.st, 0, items & 1)",
+    ),
     "*_decode_mix16_r16_*": (
         "4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
         "1 x mbarrier.arrive.shared.b64 in mix16_softmax.py",
     ),
-    "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_r64_*": (
+        "7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+        "1 x INV_RING.wait_full(cta.st, 0, items & 1)",
+    ),
+    "*_kvfp8_nope_*": ("fence.proxy.async.shared::cta in gather_records.py",),
+    "*_decode_mix16_r16_*_kvfp8_v4*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_*": CONVERTED,
     "*decode_f16_*": CONVERTED,
     "*decode_f16_r16_*": (
