@@ -1,0 +1,45 @@
+"""Mutants that may survive ``make prove``: instructions whose absence no schedule can notice."""
+
+from __future__ import annotations
+
+# What no schedule can miss, opcodes or text of source lines: docs/software-gpu.md says why.
+EXPLAINED = (
+    "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
+    "k_pipe.consumer_wait(landed)", "# orders nothing new",
+)  # fmt: skip
+# The same of SM100's decode, where of barriers of a warp but one may be missing.
+EXPLAINED_SM100 = (
+    "griddepcontrol.launch_dependents", "tcgen05.relinquish_alloc_permit",
+    "# one lane frees S for all",
+)  # fmt: skip
+# Of kernels whose products take what they convert as register operands.
+CONVERTED = (
+    "2 x bar.sync in across_warps.py", "7 x wgmma.commit_group.sync.aligned in mix16_pv.py",
+    "wgmma.wait_group.sync.aligned 1",
+)  # fmt: skip
+# And of some kernels alone, by globs over their names.
+EXPLAINED_OF = {
+    "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
+    "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
+    "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "*_decode_mix16_r32_*": ("8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_r16_*": (
+        "4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+        "1 x mbarrier.arrive.shared.b64 in mix16_softmax.py",
+    ),
+    "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_r[36]*": ("1 x INV_RING.wait_full(cta.st, 0, items & 1)",),
+    "*_kvfp8_nope_*": ("fence.proxy.async.shared::cta in gather_records.py",),
+    "*_decode_mix16_r16_*_kvfp8_v4*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "*_decode_mix16_*": CONVERTED,
+    "*decode_f16_*": CONVERTED,
+    "*decode_f16_r16_*": (
+        "3 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+        "1 x wgmma.commit_group.sync.aligned in f16_softmax.py",
+    ),
+    "*decode_f16_r64_*": ("8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "mha_fwd_*": (
+        "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
+        "2 x wgmma.fence.sync.aligned in mha_fwd.py",
+    ),
+}
