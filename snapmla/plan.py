@@ -337,11 +337,11 @@ def make_plan(
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     tile_ns, read_ns = options.tile_times(device, spec)
-    # the software GPU has no times
-    if shape.full and options.num_parts is None and not split_tiles and stretches == 1 and tile_ns:
-        load = dispatch.Load(units, num_parts, max_tiles)
-        if dispatch.stays_whole(dispatch.card_of(device), spec, load):
-            split_tiles = max_tiles
+    free = options.num_parts is None and not split_tiles and stretches == 1
+    load = dispatch.Load(units, num_parts, max_tiles)
+    # the software GPU has no times, and what is traced for any size has no size
+    if shape.full and free and tile_ns and all(isinstance(extent, int) for extent in load):
+        split_tiles = max_tiles if dispatch.stays_whole(dispatch.card_of(device), spec, load) else 0
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
 
     def ints(*shape: int) -> torch.Tensor:

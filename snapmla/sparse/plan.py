@@ -90,11 +90,13 @@ class SparseOptions(PlanOptions):
         self, device: torch.device, s_q: int, size: dispatch.Size | None = None
     ) -> VariantSpec:
         """The kernel that the dispatcher names; with ``fixed_split_tokens`` however many query
-        tokens there are, as each row tile rounds in its own way."""
+        tokens there are, as each row tile rounds in its own way, and where a graph is traced for
+        any number of them."""
+        known = size is not None and isinstance(size.batch, int) and isinstance(size.seqlen, int)
         return dispatch.choose_sparse(
             dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
             row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
-            size=size if self.fixed_split_tokens is None else None,
+            size=size if known and self.fixed_split_tokens is None else None,
         )  # fmt: skip
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
