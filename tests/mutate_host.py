@@ -56,7 +56,10 @@ class Mutant:
 
 
 # modules whose tests are named after what they serve
-OTHER_HOMES = {"byte_cache.py": ("byte_records", "ds_mla"), "convert.py": ("byte_records",)}
+OTHER_HOMES = {
+    "byte_cache.py": ("byte_records", "ds_mla"), "convert.py": ("byte_records",),
+    "dispatch/sparse_decode.py": ("sparse_plan",),
+}  # fmt: skip
 
 
 def homes(file: str) -> set[str]:
@@ -159,10 +162,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("watch.py", "OF_ROWS.get(name, name)", "name",
            "host/test_watch.py::test_a_sparse_decode_in_one_line",
            "a line of the log has no shape of a query and a cache of rows"),
-    Mutant("sparse/plan.py", "units * blocks <= FEW_BLOCKS", "units * blocks < FEW_BLOCKS",
+    Mutant("dispatch/sparse_decode.py", "* blocks <= FEW_BLOCKS", "* blocks < FEW_BLOCKS",
            "host/test_sparse_plan.py::test_fewer_parts_for_few_tokens_of_two_row_blocks[128-2-44]",
            "two tokens of 128 heads are cut into too many parts"),
-    Mutant("sparse/plan.py", "blocks > 1 and", "blocks > 0 and",
+    Mutant("dispatch/sparse_decode.py", "blocks > 1 and", "blocks > 0 and",
            "host/test_sparse_plan.py::test_fewer_parts_for_few_tokens_of_two_row_blocks[16-4-132]",
            "a token of few heads leaves SMs idle"),
     Mutant("plan.py", "num_parts + units, 2 * num_parts", "num_parts + units, num_parts",
