@@ -4,8 +4,8 @@ Old and new have to meet in one run, because the card's clock drifts; the other 
 package, ABI and built variants may differ from ours.  So its packages are imported a second time,
 from its own folder, and put aside under their own names.
 
-What a process can have only once stays ours: operators (``torch.ops.snapmla``) and pytrees.  The
-other package is therefore good for eager calls and captured graphs, not for ``torch.compile``.
+What a process can have only once stays ours: operators (``torch.ops.snapmla``), pytrees, and what
+``torch.load`` may make.  The other package is therefore good for eager calls and captured graphs, not for ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Library(torch.library.Library):
 
 @contextlib.contextmanager
 def _registering_nothing() -> Iterator[None]:
-    """Operators and pytrees of ours that are registered in here are not."""
+    """Operators, pytrees and classes of ours that are registered in here are not."""
     fake, node = torch.library.register_fake, _pytree.register_pytree_node
 
     def register_fake(op: Any, *given: Any, **options: Any) -> Any:
@@ -119,7 +119,11 @@ def _registering_nothing() -> Iterator[None]:
         if cls.__module__.partition(".")[0] not in PACKAGES:
             node(cls, *given, **options)
 
+    def add_safe_globals(classes: list[Any]) -> None:
+        """What ``torch.load`` may make stays ours: it goes by names, and theirs are the same."""
+
     with (
+        mock.patch.object(torch.serialization, "add_safe_globals", add_safe_globals),
         mock.patch.object(torch.library, "Library", _Library),
         mock.patch.object(torch.library, "register_fake", register_fake),
         mock.patch.object(_pytree, "register_pytree_node", register_node),
