@@ -5,7 +5,8 @@ package, ABI and built variants may differ from ours.  So its packages are impor
 from its own folder, and put aside under their own names.
 
 What a process can have only once stays ours: operators (``torch.ops.snapmla``), pytrees, and what
-``torch.load`` may make.  The other package is therefore good for eager calls and captured graphs, not for ``torch.compile``.
+``torch.load`` may make.  The other package is therefore good for eager calls and captured graphs,
+not for ``torch.compile``.
 """
 
 from __future__ import annotations
