@@ -180,7 +180,9 @@ def variants() -> list[str]:
     for directory in env.variant_dirs():
         names.update(p.stem for p in directory.glob("*_sm90a.json"))
     specs = matrix.default_specs("sm_90a", ask_kernels=False)
-    return sorted(names & {s.name for s in specs if (s.op, s.cache_dtype) != NO_CASES})
+    return sorted(
+        names & {s.name for s in specs if (s.op, getattr(s, "cache_dtype", "")) != NO_CASES}
+    )
 
 
 def ptx_hashes() -> dict[str, str]:
