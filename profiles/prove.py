@@ -47,6 +47,8 @@ from profiles.explained import EXPLAINED, EXPLAINED_OF, EXPLAINED_SM100
 STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
 SCHEDULES, FEW = 100, 12
+# Times of kernels, which decide what a call chooses, and nothing of a kernel that is named.
+COSTS = "snapmla/data/decode_costs.json"
 # Samples of SM100's decode (tests/support/sm100_sample.py): op, steps that they are dealt out to.
 SAMPLES = {"fp8": ("decode", 12), "dense": ("dense_decode", 8)}
 # Variants that are built when they are asked for, not by default: studied all the same.
@@ -118,12 +120,15 @@ class Step:
 
 
 @functools.cache
-def digest(*places: str) -> str:
-    """Of the names and contents of ``places``: files, and the code and data in folders."""
+def digest(*places: str, without: str = "") -> str:
+    """Of the names and contents of ``places``: files, and the code and data in folders, but for one
+    file."""
     suffixes = (".py", ".c", ".h", ".j2", ".npz", ".json")
     found = hashlib.sha256()
     for place in map(ROOT.joinpath, places):
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path == ROOT / without:
+                continue
             if path.suffix in suffixes and RECORD.parent not in path.parents:
                 found.update(str(path.relative_to(ROOT)).encode())
                 found.update(path.read_bytes())
@@ -137,11 +142,13 @@ def variant_key(spec: VariantSpec) -> str:
 
 
 def step(
-    kind: str, what: str, *commands: Command, reads: Sequence[str], specs: Iterable[VariantSpec]
-) -> Step:
-    """A step that reads the files and folders ``reads`` and the variants ``specs``."""
+    kind: str, what: str, *commands: Command, reads: Sequence[str], specs: Iterable[VariantSpec],
+    without: str = "",
+) -> Step:  # fmt: skip
+    """A step that reads the files and folders ``reads``, but for ``without``, and the variants
+    ``specs``."""
     keys = [variant_key(spec) for spec in specs]
-    text = json.dumps([commands, keys, digest(*reads)])
+    text = json.dumps([commands, keys, digest(*reads, without=without)])
     return Step(kind, what, commands, hashlib.sha256(text.encode()).hexdigest()[:24])
 
 
@@ -235,7 +242,9 @@ def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:
     """A command of the software GPU, which takes objects as they lie, behind their build."""
     builds = [("-m", "codegen", "build", each.name) for each in _needs(spec)]
     reads = ("softgpu", "snapmla")
-    return step(kind, spec.name, *builds, command, reads=reads, specs=_needs(spec))
+    return step(
+        kind, spec.name, *builds, command, reads=reads, specs=_needs(spec), without=COSTS
+    )  # fmt: skip
 
 
 def whole_matrix_files() -> list[str]:

@@ -20,7 +20,10 @@ from codegen import matrix
 from dsl_kernels.spec import VariantSpec
 from profiles import prove
 from profiles.prove import Book, Outcome, Step
-from tests.support.needs import needs_compiler
+from snapmla import dispatch, runtime
+from snapmla.dispatch import contest, costs
+from snapmla.testing import selfcheck
+from tests.support.needs import needs_compiler, needs_kernels
 
 
 def says(text: str, what: str = "a", key: str = "1") -> Step:
@@ -321,6 +324,36 @@ def test_keys_follow_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert "mutants:append_kv_xbf16_ii32_sm90a" not in stale and "replay:mufu" not in stale
     assert "mutants:merge_obf16_sm90a" in stale and "tests:codegen/test_precompile.py" in stale
+
+
+@needs_kernels
+def test_kernels_that_are_named_need_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that steps that run them on the software GPU outlive a new table."""
+
+    def data(name: str) -> None:
+        raise AssertionError(f"{name} is read")
+
+    monkeypatch.setattr(costs, "data", data)
+    for kept in (costs.costs_of, contest.judge):
+        kept.cache_clear()
+    for name in ("plan_decode_sm90a", "decode_etap_r16_p64_obf16_sm90a"):
+        spec = VariantSpec.from_name(name)
+        directory = runtime.find_or_build(spec, need_library=False).directory
+        assert selfcheck.check(spec, directory).passed
+    with pytest.raises(AssertionError, match="is read"):
+        dispatch.choose_sparse(dispatch.card_named("H200"), 16)
+
+
+def test_digest_may_leave_a_file_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "ROOT", tmp_path)
+    found = []
+    for text in ("1", "2"):
+        for name in ("x.json", "y.json"):
+            (tmp_path / name).write_text(text)
+            prove.digest.cache_clear()
+            found.append(prove.digest("", without="x.json"))
+    prove.digest.cache_clear()
+    assert found[1] == found[2] != found[3]
 
 
 def test_digest_sees_contents_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
