@@ -15,7 +15,8 @@ from tests.support.bits import assert_same
 from tests.support.needs import TARGETS, needs_kernels
 from tests.support.rows import DTYPES, FP8, device_of, kernel, latents
 
-pytestmark = [needs_kernels, pytest.mark.whole_matrix]
+pytestmark = needs_kernels
+WHOLE = pytest.mark.whole_matrix
 FORMATS = ("fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
 TOKEN = 528
 
@@ -48,6 +49,14 @@ def places(fmt: str, page_size: int, offset: int) -> tuple[int, int]:
     return TOKEN * offset, TOKEN * offset + 512
 
 
+@pytest.mark.parametrize("fmt", FORMATS[1:])
+def test_a_token_and_back(fmt: str) -> None:
+    """What everyday tests run of the two below."""
+    test_append(fmt, 3, 1, "bf16", "sm_90a")
+    test_fetch(fmt, 3, "bf16", "pages", "sm_90a")
+
+
+@WHOLE
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("in_dtype", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("page_size", "power_of_two"), [(3, 1), (64, 0)])
@@ -75,6 +84,7 @@ def test_append(fmt: str, page_size: int, power_of_two: int, in_dtype: str, targ
     assert_same(memory, want)
 
 
+@WHOLE
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("mode", ["pages", "indices", "ragged"])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])

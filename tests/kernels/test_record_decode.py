@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -26,11 +27,19 @@ from tests.support.paged_records import (
     make_nan,
 )
 
-pytestmark = [needs_compiler, pytest.mark.whole_matrix]  # the variants are built for nothing else
+pytestmark = needs_compiler
+WHOLE = pytest.mark.whole_matrix  # for all but one variant, which are built for nothing else
 CHECKED = Options(hazards="raise", seed=5)
 LENGTHS = (0, 1, 63, 64, 65, 321)
 PAGES = (2, 64, 256)
-EVERY = pytest.mark.parametrize(("cache", "rows"), [*itertools.product(CACHES, TILES)])
+
+
+def every(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of each cache's variants, over the whole matrix."""
+    pairs = [*itertools.product(CACHES, TILES)]
+    return WHOLE(pytest.mark.parametrize(("cache", "rows"), pairs)(test))
+
+
 STYLES = [s for s in record_job.STYLES if s not in ("plain", "scales")]
 
 
@@ -41,7 +50,15 @@ def errors_of(cache: str, rows: int, shape: PagedShape) -> DenseErrors:
         return job.errors(job.run(kernel))
 
 
-@EVERY
+def test_a_batch() -> None:
+    """What everyday tests run: ragged lengths, several query tokens, swings, splits."""
+    errors = errors_of(
+        "fp8_ds_mla", 16, PagedShape(3, 333, (330, 66, 0), 3, 2, style="swings", parts=3)
+    )
+    assert errors.right, errors
+
+
+@every
 def test_clean_and_right(cache: str, rows: int) -> None:
     """Every path under the hazard check: splits, ragged queries, odd pages, pages that are not
     there."""
@@ -53,7 +70,7 @@ def test_clean_and_right(cache: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-@EVERY
+@every
 def test_the_bits_of_sparse_decode(cache: str, rows: int, page_size: int) -> None:
     """Of the same tokens by lists, page * P + offset of each, whatever length and page; one query
     token or several, whole and in pieces of the same tiles."""
@@ -61,7 +78,7 @@ def test_the_bits_of_sparse_decode(cache: str, rows: int, page_size: int) -> Non
 
 
 @pytest.mark.parametrize("style", STYLES)
-@EVERY
+@every
 def test_numbers_that_move_frames(cache: str, rows: int, style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart; whole and split."""
@@ -71,7 +88,7 @@ def test_numbers_that_move_frames(cache: str, rows: int, style: str) -> None:
         assert errors.right, f"{shape}: {errors}"
 
 
-@EVERY
+@every
 def test_rows_do_not_feel_each_other(cache: str, rows: int) -> None:
     """The bits of real heads, whatever padded ones hold."""
     spec, kernel = kernel_of(rows, cache=cache)
@@ -81,7 +98,7 @@ def test_rows_do_not_feel_each_other(cache: str, rows: int) -> None:
         assert job.errors(assert_unmoved(job, kernel, (math.nan, 1e30))).right
 
 
-@EVERY
+@every
 def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
     """The last token as append writes what is not finite: the row that sees it is NaN, LSE
     included, and no other row is; also of a token with one scale that is NaN."""
@@ -98,7 +115,7 @@ def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
         assert torch.equal(lse[0, :, :2], before[1][0, :, :2])
 
 
-@EVERY
+@every
 def test_bytes_of_nobody(cache: str, rows: int) -> None:
     """Behind sequences' ends, between pages or rows, V4's eighth byte of a token's scales: any."""
     spec, kernel = kernel_of(rows, cache=cache)
@@ -106,7 +123,7 @@ def test_bytes_of_nobody(cache: str, rows: int) -> None:
     byte_lists.assert_bytes_of_nobody(PagedRecordJob(spec, shape), kernel)
 
 
-@EVERY
+@every
 def test_what_a_table_does_not_name_is_not_read(cache: str, rows: int) -> None:
     """A page that the pool does not have, lengths that the table cannot name and negative ones."""
     spec, kernel = kernel_of(rows, cache=cache)
@@ -121,7 +138,7 @@ def test_what_a_table_does_not_name_is_not_read(cache: str, rows: int) -> None:
     assert bool((out[0] == 0).all()) and bool((lse[0] == -math.inf).all())
 
 
-@EVERY
+@every
 def test_what_rows_see(cache: str, rows: int) -> None:
     """The causal rule over the edge of a tile, not at all, and lengths of each query token."""
     for causal, own in ((True, None), (False, None), (True, (64, 1, 129, 0, 66, 65))):
@@ -150,6 +167,7 @@ def appended(page_size: int, lengths: tuple[int, ...]) -> tuple[snapmla.PagedKVC
     return cache, pages
 
 
+@WHOLE
 @pytest.mark.parametrize("page_size", [3, 64, 320])
 def test_decode_as_with_indices(page_size: int) -> None:
     """``decode`` by table and by the indices of the same tokens: the same bits, in fixed pieces;
@@ -182,6 +200,7 @@ def test_decode_as_with_indices(page_size: int) -> None:
     assert torch.allclose(alone.float(), want[0].float(), atol=2e-2)
 
 
+@WHOLE
 def test_ragged_queries() -> None:
     """Packed rows of sequences with none, one and three query tokens: as each by itself."""
     lengths, tokens = (70, 5, 66), (1, 0, 3)

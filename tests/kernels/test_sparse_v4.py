@@ -28,7 +28,7 @@ pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=5)
 WHOLE = pytest.mark.whole_matrix
 ROWS = (16, 32, 64)
-OF_528 = ("fp8_v41_rows", "fp8_nope")  # which everyday tests run, with 16 rows
+EVERYDAY = ("fp8_v4", "fp8_v41_rows", "fp8_nope")  # which everyday tests run, with 16 rows
 
 
 def names(formats: Iterable[str], rows: Iterable[int] = ROWS) -> list[str]:
@@ -40,9 +40,9 @@ def of(formats: Iterable[str], rows: Iterable[int] = (16, 64)) -> Any:
     return lambda test: WHOLE(pytest.mark.parametrize("name", names(formats, rows))(test))
 
 
-@pytest.mark.parametrize("name", names(OF_528, [16]))
+@pytest.mark.parametrize("name", names(EVERYDAY, [16]))
 def test_a_job(name: str) -> None:
-    """What everyday tests run of the formats of 528 bytes: swings, splits, a sink, two lists."""
+    """What everyday tests run of the formats: swings, splits, a sink, two lists."""
     spec, kernel = kernel_of(name)
     two = {"extra_topk": 17, "extra_lengths": (17, 9, 5)} if spec.cache_dtype in TWO else {}
     shape = RecordShape(

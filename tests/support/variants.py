@@ -22,6 +22,10 @@ CALLED_FOR = (
     "decode_f16_r16_p64_of32_sm90a", "decode_etap_r32_p64_of32_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_nope_sm90a",
+    "sparse_decode_mix16_r16_obf16_kvfp8_v4_sm90a", "record_decode_mix16_r16_obf16_sm90a",
+    "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a", "append_kv_xbf16_ii32_kvfp8_nope_sm90a",
+    "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a",
+    "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a", "append_kv_xbf16_ii64_kvfp8_ds_mla_sm90a",
     "decode_etap_r64_p64_of32_sm90a", "dense_decode_split_r16_p64_dbf16_sm90a",
     "dense_decode_split_r16_p64_df16_sm90a", "merge_of32_sm100a",
 )  # fmt: skip
