@@ -92,14 +92,7 @@ def test_v4s_lists(rows: int, heads: int, page_size: int, layout: str, fmt: str)
 
 @of(EVERY, ROWS)
 def test_items_without_tiles(name: str) -> None:
-    """Lists of no token one behind another between others, in one part, where Q may have two
-    stages: P.V's warps must not convert the next Q before softmax has heard of the last one."""
-    spec, kernel = kernel_of(name)
-    shape = RecordShape(5, 130, (70, 0, 0, 0, 130, 0), 64, parts=1)
-    for seed in range(3):
-        with using(Options(hazards="raise", seed=seed)):
-            result = (job := RecordJob(spec, shape)).run(kernel)
-        assert_right(job, result)
+    byte_lists.assert_items_without_tiles(*kernel_of(name))
 
 
 @pytest.mark.parametrize("style", [s for s in record_job.STYLES if s != "plain"])
@@ -220,8 +213,4 @@ def test_padded_heads_over_two_lists(name: str) -> None:
 
 @of(EVERY, ROWS)
 def test_rows_of_one_token(name: str) -> None:
-    """Their LSE is a logit, within FlashMLA's gate, 1e-6 where it is near 0 (docs/numerics.md)."""
-    spec, kernel = kernel_of(name)
-    job = RecordJob(spec, RecordShape(16, 1, (1,) * 6, 64, parts=1, dense=True, powers=True))
-    found = byte_lists.lone_tokens(job, job.run(kernel)[1])
-    assert found.rows == 96 and not found.outside, found
+    byte_lists.assert_lone_tokens(*kernel_of(name))

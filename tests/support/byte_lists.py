@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
 from snapmla.testing.dense_job import LSE_GATE
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.record_reference import record_decode_reference
+from softgpu import Options, using
 
 TWO = ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows")  # whose kernels take two lists
 FORMATS = (*TWO, "fp8_nope")
@@ -133,6 +135,24 @@ class LoneTokens:
     rows: int
     outside: int
     worst: float
+
+
+def assert_items_without_tiles(spec: VariantSpec, kernel: Any) -> None:
+    """Lists of no token one behind another between others, in one part, where Q may have two
+    stages: P.V's warps must not convert the next Q before softmax has heard of the last one."""
+    shape = RecordShape(5, 130, (70, 0, 0, 0, 130, 0), 64, parts=1)
+    for seed in range(3):
+        with using(Options(hazards="raise", seed=seed)):
+            result = (job := RecordJob(spec, shape)).run(kernel)
+        assert_right(job, result)
+
+
+def assert_lone_tokens(spec: VariantSpec, kernel: Any) -> None:
+    """The LSE of rows of one token is a logit, within FlashMLA's gate, 1e-6 where it is near 0
+    (docs/numerics.md)."""
+    job = RecordJob(spec, RecordShape(16, 1, (1,) * 6, 64, parts=1, dense=True, powers=True))
+    found = lone_tokens(job, job.run(kernel)[1])
+    assert found.rows == 96 and not found.outside, found
 
 
 def lone_tokens(job: RecordJob, lse: Tensor) -> LoneTokens:
