@@ -5,9 +5,9 @@ As mix16_v41.py, whose roles and shared memory these are, behind the loader of p
 (common/gather_pages_v41.py); mix16_pages.py says what rows of several query tokens do not see.
 
 Tokens that are not finite, of which some rows see nothing.  A scale of byte 255 is NaN.  It has no
-part in "the largest scale that the item has seen so far".  Of its group the ratio of K is NaN, and
-content and ratio of V are cleared: 32 channels, a quarter of a line, whose swizzle keeps its two
-chunks of 16 bytes side by side.
+part in "the largest scale that the item has seen so far".  Of its group content and ratio of V are
+cleared: 32 channels, a quarter of a line, whose swizzle keeps its two chunks of 16 bytes side by
+side.  The ratio of K stays infinite, and 0 times that is NaN for the rows that see the token.
 
 Shared memory beside mix16_v41.py's: a limit a row.
 """
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ..common import budget as bud
     from ..spec import VariantSpec
 
-NO_NUMBER = 255  # byte of a scale
-NANS = 0x7FFF7FFF  # two of f16
 LINE_GROUPS = LINE // GROUP
 
 
@@ -76,7 +74,7 @@ class PagedV41Scales(V41Scales):
 
     @cute.jit
     def _quiet(self, st, stage):
-        """NaN for K, zeros for V of the groups of the lane's tokens whose scale is of byte 255.
+        """Zeros for V of the groups of the lane's tokens whose scale is of byte 255.
 
         Nobody reads content but by ldmatrix, so that no proxy fence is missing.
         """
@@ -100,8 +98,7 @@ class PagedV41Scales(V41Scales):
         return seven & word & Uint32(0x80808080)
 
     def _clear_group(self, st, stage, e: int, q, x: int) -> None:
-        """NaN for K's ratio, zeros for content and ratio of V of group 4 ``q`` + ``x`` of the
-        lane's token ``e``."""
+        """Zeros for content and ratio of V of group 4 ``q`` + ``x`` of the lane's token ``e``."""
         lane, group = cute.arch.lane_idx(), LINE_GROUPS * q + x
         at = stage * (TILE * D) + q * (TILE * LINE) + (2 * lane + e) * LINE
         at = at + (x ^ (lane % LINE_GROUPS)) * GROUP  # of chunks' numbers ^ (token % 8), halved
@@ -109,7 +106,6 @@ class PagedV41Scales(V41Scales):
         zero = cute.make_rmem_tensor((GROUP // 4,), U32)
         zero.fill(0)
         cute.autovec_copy(zero, cute.make_tensor(line, cute.make_layout(GROUP // 4)))
-        self.own(st)[group, 2 * lane + e, stage] = Uint32(NANS)
         ratios, word = self.ratios(st), (lane // 4, lane % 4, group, stage)
         ratios[word] = ratios[word] & Uint32(0xFFFF << (16 * (1 - e)))
 
