@@ -1,5 +1,5 @@
-"""Dense MLA decode for SM90 over DeepSeek V4.1's tokens of 528 bytes in both byte orders (v41.py) by
-block table, pipeline ``mix16``.
+"""Dense MLA decode for SM90 over DeepSeek V4.1's tokens of 528 bytes in both byte orders (v41.py),
+by block table, pipeline ``mix16``.
 
 As mix16_v41.py, whose roles and shared memory these are, behind the loader of pages
 (common/gather_pages_v41.py); mix16_pages.py says what rows of several query tokens do not see.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
-from dsl_kernels.families.record_decode import FORMATS as CACHES
+from dsl_kernels.families.record_decode import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache, runtime
 from snapmla.testing import selfcheck
@@ -24,6 +24,7 @@ from snapmla.testing.sparse_job import HEAD_SCALE, placed
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 
 TILES = (16, 32, 64)
+CACHES = FORMATS
 
 
 def kernel_of(
