@@ -29,7 +29,11 @@ EXPLAINED_OF = {
     ),
     "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_r[36]*": ("1 x INV_RING.wait_full(cta.st, 0, items & 1)",),
-    "*_kvfp8_nope_*": ("fence.proxy.async.shared::cta in gather_records.py",),
+    "*_kvfp8_nope_*": (
+        "fence.proxy.async.shared::cta in gather_records.py",
+        "fence.proxy.async.shared::cta in gather_pages.py",
+    ),
+    "record_decode_*_kvfp8_v41_*": ("fence.proxy.async.shared::cta in gather_pages.py",),
     "*_decode_mix16_r16_*_kvfp8_v4*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_*": CONVERTED,
     "*decode_f16_*": CONVERTED,

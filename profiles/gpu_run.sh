@@ -31,8 +31,9 @@
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
 #                              before pack: python -m codegen build of
 #                              record_decode_mix16_rR_obf16_sm90a and
-#                              record_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 16, 32, 64; its tests
-#                              are tests:tests/gpu/test_record_decode.py
+#                              record_decode_mix16_rR_obf16_kvF_sm90a, R of 16, 32, 64, F of fp8_v4,
+#                              fp8_v41_planar, fp8_v41_rows, fp8_nope; its tests are
+#                              tests:tests/gpu/test_record_decode.py
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)

@@ -63,6 +63,8 @@ ASKED = (
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
     "decode_etap_r16_p64_obf16_pt2_sm90a", "sparse_decode_etap_r16_obf16_pt2_sm90a",
     "record_decode_mix16_r16_obf16_sm90a", "record_decode_mix16_r16_obf16_kvfp8_v4_sm90a",
+    "record_decode_mix16_r16_obf16_kvfp8_nope_sm90a",
+    "record_decode_mix16_r16_obf16_kvfp8_v41_planar_sm90a",
     "record_decode_mix16_r64_obf16_sm90a", "sparse_decode_mix16_r16_obf16_kvfp8_nope_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_planar_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a",

@@ -51,11 +51,12 @@ OUT_ALLOWED, LSE_ALLOWED = 4e-3, 1e-3
 def tokens_to(cache: snapmla.PagedKVCache, seed: int) -> None:
     """Random tokens to all slots: the same ones whatever the format."""
     generator = torch.Generator(cache.device).manual_seed(seed)
-    split = FORMATS[cache.format].content.count if FORMATS[cache.format].named else 512
+    record = FORMATS[cache.format]
+    split = record.content.count
     for slots in torch.arange(cache.num_slots, device=cache.device).split(1 << 17):
-        shape = (len(slots), 576 if split == 512 else 512)
+        shape = (len(slots), record.channels)
         x = torch.randn(shape, generator=generator, device=cache.device).bfloat16()
-        snapmla.append_kv(cache, x[:, :split], x[:, split:], slots)
+        snapmla.append_kv(cache, x[:, :split], x[:, split:] if record.rope else None, slots)
 
 
 def problem(shape: DecodeShape, fmt: str, device: torch.device) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ class PagedKVCache(launch.OverTensors):
 
     ``fp8_v4``, ``fp8_v41_planar``, ``fp8_v41_rows``, ``fp8_nope``: the bytes of other models, with
     scales of groups of channels (docs/formats.md); ``append_kv``, ``fetch_dequant`` and
-    ``convert_cache`` take them, and ``decode`` with ``indices``, ``fp8_v4`` also without.
+    ``convert_cache`` take them, and ``decode``, with ``indices`` or without.
 
     Attributes:
         content: float8_e4m3fn (num_pages, page_size, 512); bfloat16 or float16 (num_pages,

@@ -157,8 +157,8 @@ def plan_decode(
             There is ``standard`` alone with a 16-bit cache, whose products have 16 bits, and on
             SM100.
         cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
-            ``fp8``, torch.bfloat16, torch.float16, ``fp8_ds_mla`` or ``fp8_v4``; kernels of the
-            last two are compiled when they are asked for.
+            ``fp8``, torch.bfloat16, torch.float16, or the name of a format of bytes, such as
+            ``fp8_ds_mla``, whose kernels are compiled when they are asked for.
         num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
             num_kv_heads, read KV head j.
 

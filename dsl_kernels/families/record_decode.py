@@ -10,7 +10,7 @@ from .sparse_decode import FAMILY as SPARSE
 from .sparse_decode import ROW_TILES
 
 PIPELINE = "mix16"  # several scales a token, 16-bit products
-FORMATS = ("fp8_ds_mla", "fp8_v4")
+FORMATS = ("fp8_ds_mla", "fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
 
 SHARED = ("stages", "stamps", "cluster", "halves", "p_terms")
 
@@ -28,6 +28,9 @@ AXES = (
 MODULES = {
     ("sm_90a", "fp8_ds_mla"): "dsl_kernels.sm90.mix16_pages",
     ("sm_90a", "fp8_v4"): "dsl_kernels.sm90.mix16_v4_pages",
+    ("sm_90a", "fp8_v41_planar"): "dsl_kernels.sm90.mix16_v41_pages",
+    ("sm_90a", "fp8_v41_rows"): "dsl_kernels.sm90.mix16_v41_pages",
+    ("sm_90a", "fp8_nope"): "dsl_kernels.sm90.mix16_nope_pages",
 }
 
 

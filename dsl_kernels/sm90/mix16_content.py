@@ -22,7 +22,7 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -30,15 +30,16 @@ import cutlass.utils.hopper_helpers as sm90
 from ..common import budget as bud
 from ..common.cache_format import CacheFormat, Plane
 from ..common.smem import array
+from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from . import mix16
 from .bounds import only_of
 from .decode import infeasible
-from .mix16_parts import Parts, QueryRows
+from .mix16_parts import Parts, QueryRows, RecordQueries
 from .mix16_softmax import MixSoftmax
-from .roles import INV_RING, WARPGROUP, Layouts
+from .roles import INV_RING, K_READERS, Q_READERS, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
 from .wgmma import tiled_mma
 
@@ -68,12 +69,31 @@ class ContentParts(Parts):
     """``Parts`` without RoPE.
 
     Attributes:
+        lists, loader, scales_of, rows_of_q: classes of its members.
         stage_bytes: of a KV tile in shared memory, with what is made of scales.
         k_step: channels of K that one sum has.
     """
 
+    lists: Any
+    loader: Any
+    scales_of: Any
+    rows_of_q: Any = ContentRows
     stage_bytes: int
     k_step = D
+
+    def __init__(self, spec: VariantSpec, *of_loader: Any):
+        """``of_loader``: what the loader takes behind the work list."""
+        self.rows, self.stages = spec.row_tile, mix16.stages_of(spec)
+        self.q_stages, self.work = mix16.q_stages(spec), self.lists(TILE)
+        self.q_tiles = RecordQueries(
+            Q_FORMAT, self.work, rows=self.rows, stages=self.q_stages, readers=Q_READERS
+        )
+        self.loads = self.loader(
+            self.work, *of_loader, stages=self.stages, q_stages=self.q_stages, readers=K_READERS,
+            by_lines=bool(spec.lines), halves=bool(spec.halves),
+        )  # fmt: skip
+        self.scales, self.queries = self.scales_of(self.stages), self.rows_of_q(self.rows)
+        self.stamps = Stamps(bool(spec.stamps))
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""

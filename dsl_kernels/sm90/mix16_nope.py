@@ -16,23 +16,20 @@ from typing import TYPE_CHECKING
 from ..cache_records.nope import GROUPS, RECORD
 from ..common.gather import TokenLists
 from ..common.gather_records import GatherRecords
-from ..common.stamps import Stamps
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.record_entry import RecordEntry, fake_args
 from . import mix16
 from .decode import Decode
 from .mix16_content import (
-    Q_FORMAT,
     ContentParts,
-    ContentRows,
     ContentSoftmax,
     Mix16Content,
     budget_of,
     infeasible_because,
 )
-from .mix16_parts import RecordQueries, RecordScales
-from .roles import FEW_ROWS, K_READERS, Q_READERS
+from .mix16_parts import RecordScales
+from .roles import FEW_ROWS
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -50,22 +47,12 @@ class GatherNope(GatherRecords):
 class NopeParts(ContentParts):
     """``ContentParts`` of NoPE's rows."""
 
+    lists, loader, scales_of = TokenLists, GatherNope, RecordScales
     stage_bytes = TILE * (RECORD.token_bytes + 4 * (4 + GROUPS + GROUPS // 2))
 
     def __init__(self, spec: VariantSpec):
-        self.rows, self.stages = spec.row_tile, mix16.stages_of(spec)
-        self.q_stages, self.work = mix16.q_stages(spec), TokenLists(TILE)
+        super().__init__(spec)
         self.k_step = D // GROUPS if self.rows <= FEW_ROWS else D
-        self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=self.q_stages, readers=Q_READERS
-        )
-        self.loads = GatherNope(
-            self.work, stages=self.stages, q_stages=self.q_stages, readers=K_READERS,
-            by_lines=bool(spec.lines), halves=bool(spec.halves),
-        )  # fmt: skip
-        self.scales = RecordScales(self.stages)
-        self.queries = ContentRows(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:

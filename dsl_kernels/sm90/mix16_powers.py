@@ -67,6 +67,12 @@ def largest_byte(words):
     return cutlass.max(pairs[0] & Uint32(0xFFFF), pairs[0] >> Uint32(16))
 
 
+def no_numbers(word):
+    """The upper bits of a word's bytes of 255: of x + 1 in seven bits there, and of x."""
+    seven = (word & Uint32(0x7F7F7F7F)) + Uint32(0x01010101)
+    return seven & word & Uint32(0x80808080)
+
+
 class PowerScales(RecordScales):
     """``RecordScales`` of powers of two, field ``ks``, four a word; one ratio of each serves K and
     V.
@@ -90,7 +96,7 @@ class PowerScales(RecordScales):
         cute.autovec_copy(own, words)
         return [self.scales_alone(words[i], i % self.quads) for i in range(2 * self.quads)]
 
-    def _words_at(self, st, stage, q: int):
+    def words_at(self, st, stage, q):
         """The ``q``-th word of each of the lane's two tokens."""
         layout = cute.make_layout((self.quads, 2, TILE // 2, self.stages))
         words = st.ks.get_tensor(layout)[q, None, cute.arch.lane_idx(), stage]
@@ -136,11 +142,11 @@ class PowerScales(RecordScales):
         than there are."""
         own, ratios = self.own(st), self.ratios(st)
         limits = [self._limits(x) for x in sigma]
-        following = self._words_at(st, stage, 0)
+        following = self.words_at(st, stage, 0)
         for q in range(self.quads):
             words, pairs = following, []  # of each token: ratios 0 and 2, 1 and 3
             if q + 1 < self.quads:
-                following = self._words_at(st, stage, q + 1)
+                following = self.words_at(st, stage, q + 1)
             for e in range(2):
                 pairs.append([self._ratios_of(pair, *limits[e]) for pair in halves(words[e])])
                 four = cute.make_rmem_tensor((4,), U32)

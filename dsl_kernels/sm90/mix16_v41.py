@@ -24,25 +24,20 @@ from ..cache_records import v41
 from ..cache_records.v41 import GROUP, SCALES
 from ..common.gather_v4 import TwoLists
 from ..common.gather_v41 import GatherV41
-from ..common.stamps import Stamps
 from ..common.types import U32
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.two_list_entry import TwoListEntry, fake_args
 from . import mix16
 from .decode import Decode
 from .mix16_content import (
-    Q_FORMAT,
     ContentParts,
-    ContentRows,
     ContentSoftmax,
     Mix16Content,
     budget_of,
     infeasible_because,
 )
-from .mix16_parts import RecordQueries
 from .mix16_powers import PowerScales
 from .mix16_pv import VTile
-from .roles import K_READERS, Q_READERS
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -51,6 +46,7 @@ if TYPE_CHECKING:
 # Of producers, softmax, P.V, by rows
 REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
 RECORDS = {record.name: record for record in (v41.PLANAR, v41.ROWS)}
+QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
 STEPS = 4  # k steps that are converted at once
 UNIT_GROUPS = 16 * STEPS // GROUP  # of them, and of a P.V warp
@@ -59,7 +55,7 @@ UNIT_GROUPS = 16 * STEPS // GROUP  # of them, and of a P.V warp
 class V41Scales(PowerScales):
     """``PowerScales`` of sixteen groups."""
 
-    groups, words, quads = SCALES, WORDS, SCALES // 4
+    groups, words, quads = SCALES, WORDS, QUADS
 
 
 class V41Softmax(ContentSoftmax):
@@ -88,21 +84,11 @@ class V41Softmax(ContentSoftmax):
 class V41Parts(ContentParts):
     """``ContentParts`` of V4.1's tokens."""
 
+    lists, loader, scales_of = TwoLists, GatherV41, V41Scales
     stage_bytes = TILE * (v41.ROWS.token_bytes + 4 * (4 + WORDS + SCALES // 2))
 
     def __init__(self, spec: VariantSpec):
-        self.rows, self.stages = spec.row_tile, mix16.stages_of(spec)
-        self.q_stages, self.work = mix16.q_stages(spec), TwoLists(TILE)
-        self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=self.q_stages, readers=Q_READERS
-        )
-        self.loads = GatherV41(
-            self.work, RECORDS[spec.cache_dtype], stages=self.stages, q_stages=self.q_stages,
-            readers=K_READERS, by_lines=bool(spec.lines), halves=bool(spec.halves),
-        )  # fmt: skip
-        self.scales = V41Scales(self.stages)
-        self.queries = ContentRows(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
+        super().__init__(spec, RECORDS[spec.cache_dtype])
 
 
 class Mix16V41(Mix16Content):

@@ -28,7 +28,7 @@ from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from . import mix16_v4
 from .decode import Decode, infeasible
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
-from .mix16_powers import NO_NUMBER
+from .mix16_powers import no_numbers
 from .mix16_v4_parts import LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
@@ -72,27 +72,15 @@ class PagedV4Scales(V4Scales):
 
         Content is read by ldmatrix alone; RoPE by WGMMA, so a proxy fence follows.
         """
+        words = self.words_of_lane(st, stage)
         for e in cutlass.range_constexpr(2):
-            some = self._any(st, stage, e)
-            if some != 0:
-                words = self.words_of_lane(st, stage)
+            own = words[2 * e : 2 * e + 2]
+            if (no_numbers(own[0]) | no_numbers(own[1])) != 0:
                 for g in cutlass.range_constexpr(GROUPS):
-                    if self._byte(words, e, g) == Uint32(NO_NUMBER):
+                    if (no_numbers(own[g // 4]) & Uint32(0x80 << (8 * (g % 4)))) != 0:
                         self._clear_group(st, stage, e, g)
                 self._clear_rope(st, stage, e)
                 cute.arch.fence_proxy("async.shared", space="cta")
-
-    @staticmethod
-    def _byte(words, e: int, g: int):
-        return (words[2 * e + g // 4] >> Uint32(8 * (g % 4))) & Uint32(NO_NUMBER)
-
-    def _any(self, st, stage, e: int):
-        """Not 0 if token ``e`` has a byte of 255: that byte's complement is 0."""
-        words, found = self.words_of_lane(st, stage), Uint32(0)
-        for word in words[2 * e : 2 * e + 2]:
-            x = word ^ Uint32(0xFFFFFFFF)
-            found = found | (x - Uint32(0x01010101)) & word & Uint32(0x80808080)
-        return found
 
     def _clear_group(self, st, stage, e: int, g: int) -> None:
         """Zeros for content of the lane's token ``e``: half a line, which its swizzle leaves

@@ -68,8 +68,8 @@ class DecodePlan(launch.OverTensors):
         check_stale: whether ``decode`` compares its lengths with the planned ones.
         p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"`` and pipeline
             ``etap``.
-        cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or
-            ``fp8_v4``.
+        cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16``, or a format of bytes,
+            such as ``fp8_ds_mla``.
         num_kv_heads: KV heads of that cache.
         longest_item: tiles of an item, about, of an fp16 cache and of pipeline ``f16``, whose
             results show what longer sums lose; 0: any number.

@@ -59,7 +59,7 @@ def choose(
         out_dtype: ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
         pipeline, row_tile: the caller's wish, None for the best.
         accuracy: as ``plan_decode`` takes it; more rows than its kernels take are several blocks.
-        cache: name of its format, ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or ``fp8_v4``.
+        cache: name of its format: ``fp8``, ``bf16``, ``f16``, or one of bytes.
 
     Raises:
         ValueError: the wishes do not go together, or not with the device's architecture; names the
@@ -162,7 +162,7 @@ def _op_of(spec: VariantSpec) -> DecodeOp | None:
 
 
 def op_of(cache: str) -> DecodeOp:
-    """Decode over a cache of a format: ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or ``fp8_v4``."""
+    """Decode over a cache of a format: ``fp8``, ``bf16``, ``f16``, or one of bytes."""
     return _BY_FORMAT[cache]
 
 

@@ -93,7 +93,7 @@ class PagedRecordJob(RecordJob):
 
     def _fill(self) -> None:
         shape, size = self.shape, self.shape.page_size
-        counts = [-(-min(n, shape.topk) // size) for n in shape.lengths]
+        counts = [-(-min(max(n, 0), shape.topk) // size) for n in shape.lengths]
         pages = sum(counts) + 2
         self.cache = poisoned_rows(pages, size, shape.layout, self.record)
         self.table = torch.empty(len(shape.lengths), shape.width, dtype=torch.int32)
@@ -111,7 +111,7 @@ class PagedRecordJob(RecordJob):
     def _fill_sequence(self, i: int, q: Tensor) -> None:
         """Tokens of a sequence; its query tokens as the style wants them, in place."""
         shape, size = self.shape, self.shape.page_size
-        n, places = min(shape.lengths[i], shape.topk), torch.arange(shape.topk)
+        n, places = min(max(shape.lengths[i], 0), shape.topk), torch.arange(shape.topk)
         rows, c, r = self._numbers(q.flatten(0, 1), n)
         q.copy_(rows.view(q.shape))
         content, rope, scales = quantize_tokens(self.record, c, r, shape.powers)

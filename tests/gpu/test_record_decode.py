@@ -3,7 +3,8 @@ of the same tokens, inputs that move the frames, graphs.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
 Before a pack: ``python -m codegen build`` of ``record_decode_mix16_rR_obf16_sm90a``,
-``record_decode_mix16_rR_obf16_kvfp8_v4_sm90a`` and the same of ``sparse_decode``, R of 16, 32, 64.
+``record_decode_mix16_rR_obf16_kvF_sm90a`` and the same of ``sparse_decode``, R of 16, 32, 64, F of
+fp8_v4, fp8_v41_planar, fp8_v41_rows, fp8_nope.
 """
 
 from __future__ import annotations

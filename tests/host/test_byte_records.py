@@ -14,7 +14,6 @@ import snapmla
 from codegen import closure
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, byte_cache
 from snapmla.reference import dequantize_pages, quantize_pages, quantize_rows
@@ -195,16 +194,21 @@ def test_wrong_tokens(fmt: str) -> None:
         snapmla.append_kv(cache, c, torch.zeros(2, 32).bfloat16(), slots)
     q = torch.zeros(1, 1, 16, 576).bfloat16()
     table, lengths = torch.zeros(1, 1).int(), torch.ones(1).int()
-    if fmt in DECODED_BYTES:
-        with pytest.raises(ValueError, match=r"^q: expected shape \(b, s_q, num_heads, 5"):
-            snapmla.decode(q[..., :64], cache, table, lengths, softmax_scale=1.0)
-    else:
-        said = "^cache: expected an FP8 or a 16-bit cache, or one of 'fp8_ds_mla' or 'fp8_v4', got "
-        with pytest.raises(ValueError, match=said + ".*convert_cache"):
-            snapmla.decode(q, cache, table, lengths, softmax_scale=1.0)
+    with pytest.raises(ValueError, match=r"^q: expected shape \(b, s_q, num_heads, 5"):
+        snapmla.decode(q[..., :64], cache, table, lengths, softmax_scale=1.0)
     if not record.sparse:
         with pytest.raises(ValueError, match="^cache: expected an FP8 cache, .*'fp8_v4' or bfloat"):
             snapmla.decode(q, cache, indices=torch.zeros(1, 1, 64).int(), softmax_scale=1.0)
+
+
+def test_a_format_that_dense_decode_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one may be that comes before its kernels."""
+    monkeypatch.setattr("snapmla.cache.DECODED_BYTES", ("fp8_ds_mla", "fp8_v4"))
+    cache = PagedKVCache.allocate(2, 4, device="cpu", dtype="fp8_nope")
+    q, table, lengths = torch.zeros(1, 1, 16, 512), torch.zeros(1, 1).int(), torch.ones(1).int()
+    said = "^cache: expected an FP8 or a 16-bit cache, or one of 'fp8_ds_mla' or 'fp8_v4', got "
+    with pytest.raises(ValueError, match=said + ".*indices= reads it; .*convert_cache"):
+        snapmla.decode(q.bfloat16(), cache, table, lengths, softmax_scale=1.0)
 
 
 # ---------------------------------------------------------------------------- convert_cache

@@ -1,4 +1,4 @@
-"""Dense decode over rows of 656 bytes: pages, lengths, masks, and the bits of sparse decode."""
+"""Dense decode over caches of bytes: pages, lengths, masks, and the bits of sparse decode."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import snapmla
+from dsl_kernels.families.formats import FORMATS
 from snapmla.testing import record_job
 from snapmla.testing.dense_job import DenseErrors
 from snapmla.testing.paged_record_job import ARGUMENTS, PagedRecordJob, PagedShape
@@ -101,13 +102,17 @@ def test_rows_do_not_feel_each_other(cache: str, rows: int) -> None:
 @every
 def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
     """The last token as append writes what is not finite: the row that sees it is NaN, LSE
-    included, and no other row is; also of a token with one scale that is NaN."""
+    included, and no other row is; also of a token with some scales that are NaN, wherever a
+    swizzle puts their channels."""
     spec, kernel = kernel_of(rows, cache=cache)
-    for groups in (None, (2,), (3, 6)[: 1 + (cache == "fp8_v4")]):
-        shape = PagedShape(2, 128, (70,), 64, 3, parts=1, row_tile=rows)
+    scale = FORMATS[cache].scale
+    assert scale is not None
+    some = tuple(g for g in (3, 6, 13) if g < scale.count)
+    for n, groups in ((70, None), (70, (2,)), (70, some), (65, some), (67, some), (72, some)):
+        shape = PagedShape(2, 128, (n,), 64, 3, parts=1, row_tile=rows)
         job = PagedRecordJob(spec, shape)
         before = job.run(kernel)
-        make_nan(job, 69, groups)
+        make_nan(job, n - 1, groups)
         with using(CHECKED):
             out, lse = job.run(kernel)
         assert torch.isnan(out[0, 2]).any() and torch.isnan(lse[0, :, 2]).all()
@@ -152,40 +157,44 @@ def test_what_rows_see(cache: str, rows: int) -> None:
 # ---------------------------------------------------------------------------- the library's call
 
 
-def appended(page_size: int, lengths: tuple[int, ...]) -> tuple[snapmla.PagedKVCache, torch.Tensor]:
+def appended(
+    page_size: int, lengths: tuple[int, ...], fmt: str = "fp8_ds_mla"
+) -> tuple[snapmla.PagedKVCache, torch.Tensor]:
     """A cache with tokens of sequences, and their block table; shuffled pages."""
     width = max(-(-n // page_size) for n in lengths) + 1
     pages = torch.randperm(len(lengths) * width).int().view(-1, width)
-    cache = snapmla.PagedKVCache.allocate(
-        pages.numel(), page_size, device="cpu", dtype="fp8_ds_mla"
-    )
+    cache = snapmla.PagedKVCache.allocate(pages.numel(), page_size, device="cpu", dtype=fmt)
+    record = FORMATS[fmt]
     for i, n in enumerate(lengths):
         at = torch.arange(n)
         slots = (pages[i, at // page_size].long() * page_size + at % page_size).int()
-        latent = torch.randn(n, 576).bfloat16()
-        snapmla.append_kv(cache, latent[:, :512], latent[:, 512:], slots)
+        latent = torch.randn(n, record.channels).bfloat16()
+        rope = latent[:, record.content.count :] if record.rope else None
+        snapmla.append_kv(cache, latent[:, : record.content.count], rope, slots)
     return cache, pages
 
 
 @WHOLE
-@pytest.mark.parametrize("page_size", [3, 64, 320])
-def test_decode_as_with_indices(page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "fmt"), [(3, CACHES[0]), *((p, fmt) for fmt in CACHES for p in (64, 320))]
+)
+def test_decode_as_with_indices(page_size: int, fmt: str) -> None:
     """``decode`` by table and by the indices of the same tokens: the same bits, in fixed pieces;
     without a plan, and as an operator."""
     lengths = (70, 0, 319)
-    cache, table = appended(page_size, lengths)
+    cache, table = appended(page_size, lengths, fmt)
     seqlens = torch.tensor(lengths, dtype=torch.int32)
-    q = torch.randn(3, 1, 9, 576).bfloat16()
+    q = torch.randn(3, 1, 9, FORMATS[fmt].channels).bfloat16()
     at = torch.arange(320)
     indices = table[:, at // page_size] * page_size + at % page_size
     given = {"softmax_scale": 0.1}
     by_lists = snapmla.plan_sparse_decode(
-        9, 1, topk=320, topk_length=seqlens, fixed_split_tokens=128, cache_dtype="fp8_ds_mla"
+        9, 1, topk=320, topk_length=seqlens, fixed_split_tokens=128, cache_dtype=fmt
     )
     want = snapmla.decode(q, cache, indices=indices[:, None].int(), plan=by_lists, **given)
     plan = snapmla.plan_decode(
         seqlens, 9, 1, page_size=page_size, max_pages=table.shape[1], fixed_split_tokens=128,
-        cache_dtype="fp8_ds_mla",
+        cache_dtype=fmt,
     )  # fmt: skip
     for _ in range(2):  # a call that is known already
         found = snapmla.decode(q, cache, table, seqlens, plan=plan, **given)
@@ -193,7 +202,7 @@ def test_decode_as_with_indices(page_size: int) -> None:
     made = torch.ops.snapmla.dense_decode(
         q, cache.kv, table, seqlens, plan.work_items, plan.part_begin, plan.split_begin,
         plan.units, plan.row_limits, plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile,
-        plan.can_split(), 0.1, True, 1.0, -math.inf, cache_dtype="fp8_ds_mla",
+        plan.can_split(), 0.1, True, 1.0, -math.inf, cache_dtype=fmt,
     )  # fmt: skip
     assert torch.equal(made[0], want[0])
     alone = snapmla.decode(q, cache, table, seqlens, **given)[0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.families.record_decode import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache, runtime
 from snapmla.testing import selfcheck
@@ -23,7 +24,7 @@ from snapmla.testing.sparse_job import HEAD_SCALE, placed
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 
 TILES = (16, 32, 64)
-CACHES = ("fp8_ds_mla", "fp8_v4")
+CACHES = FORMATS
 
 
 def kernel_of(
@@ -58,7 +59,7 @@ def by_lists(job: PagedRecordJob, kernel: Any, split_tiles: int = 0) -> tuple[Te
         "may_split": int(plan.split_begin[-1] > 0),
     }  # fmt: skip
     names = ARGUMENTS
-    if job.record.name == "fp8_v4":  # no second list
+    if job.record.two_lists:  # of which the second is empty
         names, nothing = TWO_LISTS, job.indices[:, :0]
         given |= {"extra_cache": job.cache, "extra_indices": nothing, "extra_length": job.lengths}
     moved = {k: placed(x, job.device) if isinstance(x, Tensor) else x for k, x in given.items()}

@@ -308,8 +308,6 @@ WRONG: dict[str, list[Row]] = {
     "decode": [
         ("cache", wrong_ds_mla.cache(), TypeError, "q: expected a bfloat16 tensor, got a snapmla.QuantizedQuery",
          "takes queries as they are"),
-        ("cache", wrong_ds_mla.other_cache(dtype="fp8_nope"), ValueError,
-         "cache: expected an FP8 or a 16-bit cache, or one of 'fp8_ds_mla' or 'fp8_v4'", "snapmla.convert_cache"),
         ("topk_length", torch.zeros(B, dtype=I32), ValueError, "topk_length: expected None without indices, got a value",
          "dense decode has neither"),
         ("attn_sink", torch.zeros(H), ValueError, "attn_sink: expected None without indices", "dense decode has neither"),
