@@ -39,10 +39,10 @@ class F16Softmax(MixSoftmax):
     """The role."""
 
     parts: Parts
-    log2_in = None
+    log2_in, sum_log2 = None, 0
     least = 0.99 * NEVER  # the largest softmax_scale makes logits of 0.52 NEVER
 
-    def begin_item(self, cta, qst, batch, rows, rows_out, wwarp):
+    def begin_item(self, cta, qst, batch, rows, l_run, wwarp):
         """Q to f16 and the rows' limits, by these warps; returns the first token that some row must
         not see, None where lists name tokens."""
         work, gmem, call, facts = self.parts.work, cta.gmem, cta.call, None
@@ -51,22 +51,20 @@ class F16Softmax(MixSoftmax):
         self.parts.queries.note_facts(cta.st, work, gmem, call, batch, rows)
         if not self.parts.gathers:
             facts = cute.arch.make_warp_uniform(work.ragged_from(gmem.work, call, batch, rows))
-        m_ref, l_run = rows_out
-        self.begin_frames(cta.st, m_ref)
+        self.begin_frames(cta.st)
         l_run.fill(0.0)
         cute.arch.fence_proxy("async.shared", space="cta")
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
         return facts
 
-    def free_queries(self, cta, qst, wanted) -> None:
+    def free_first_half(self, st, wanted) -> None:
         """Nothing: they are free behind the item's tiles."""
+
+    def free_queries(self, cta, qst, wanted) -> None:
+        """Nothing, too."""
 
     def end_queries(self, cta, qst) -> None:
         cta.q_pipe.consumer_release(qst)
-
-    def end_frames(self, st, m_ref) -> None:
-        """``m_ref`` becomes the frames of the rows' sums."""
-        cute.autovec_copy(self.frames_of(st), m_ref)
 
     def content_of_q(self, st, layouts):
         """Q's content in f16."""
@@ -119,7 +117,7 @@ class F16Softmax(MixSoftmax):
     # ---------------------------------------------------------------- P^T
 
     @cute.jit
-    def block(self, cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts):
+    def block(self, cta, tools, qst, kst, blocks, fresh, l_run, tile, facts):
         """S^T -> P^T of one tile; returns the next ``fresh``."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
@@ -147,5 +145,5 @@ class F16Softmax(MixSoftmax):
             top = cute.arch.fmax(top, t[v])
         least = Float32(cutlass.select_(fresh != 0, Float32(self.least), Float32(HEADROOM)))
         moves = self.vote(st, top > least, buf, wwarp, lane)
-        self.hand_over(st, t, inverse, moves, fresh, blocks, rows_out)
+        self.hand_over(st, t, inverse, moves, fresh, blocks, l_run)
         return Int32(cutlass.select_(moves != 0, Int32(0), fresh))

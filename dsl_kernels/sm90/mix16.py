@@ -167,6 +167,7 @@ class Mix16(ProductsOfV, Drains):
 
     @cute.jit
     def init_barriers(self, st):
+        self.parts.q_tiles.init(st)
         P_RING.init(st)
         INV_RING.init(st)
 

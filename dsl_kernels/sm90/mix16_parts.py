@@ -27,6 +27,7 @@ from cutlass.cute.nvgpu import cpasync
 from .. import compat
 from ..cache_records.ds_mla import GROUPS, LEAST_SCALE, ROW_BYTES
 from ..common import budget as bud
+from ..common.barriers import Ring
 from ..common.cache_format import CacheFormat, Loaded, Plane
 from ..common.gather import TokenLists
 from ..common.gather_records import GatherRecords
@@ -58,6 +59,7 @@ Q_TOP = 15  # log2 of the binade of a row's largest content channel
 Q_ROPE_ABOVE = 30  # binades by which RoPE may be larger before it decides
 STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 HALF = 4  # chunks of 16 bytes of half a column block's line
+BLOCK, FIRST_BLOCKS = 64, 4  # channels of a column block of Q; blocks of its first half
 CONVERTED = 4  # named barrier: P.V's warps have converted Q for softmax
 CONVERTED_THREADS = 32 * (SOFTMAX_WARPS + PV_WARPS)
 LINE = 128  # bytes of a token's channels of a group in the ring
@@ -131,7 +133,38 @@ def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
 
 class RecordQueries(QTiles):
     """Queries in one tensor (b, s_q, h, 576), which come to L2 when they are asked for:
-    ``tile_of_q.ahead(i)``."""
+    ``tile_of_q.ahead(i)``.
+
+    Where there is one stage, its first half is free as soon as the last tile's Q.K is behind it:
+
+        first_half   softmax -> who has Q copied   (warps; beside the stage's own empty barrier)
+
+    Attributes:
+        first_half: None with more stages.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.first_half = Ring("q_half", 1, self.readers) if self.stages == 1 else None
+
+    @property
+    def fields(self) -> dict:
+        """Storage of the barriers."""
+        return {**super().fields, **(self.first_half.field if self.first_half else {})}
+
+    def barriers(self) -> tuple[bud.Barrier, ...]:
+        """All of them in a budget."""
+        return *super().barriers(), *(self.first_half.budget() if self.first_half else ())
+
+    def init(self, st) -> None:
+        """By one thread, before the fence that publishes all barriers."""
+        if self.first_half:
+            self.first_half.init(st)
+
+    def free_first_half(self, st, chosen) -> None:
+        """By the threads of softmax with ``chosen``, one a warp, without a branch."""
+        if self.first_half:
+            self.first_half.arrive_full_if(st, 0, chosen)
 
     def source(self, tensors, layouts):
         """``Loaded`` of content and RoPE, the CTA's rows each."""
@@ -152,7 +185,17 @@ class RecordQueries(QTiles):
         return tuple(out)
 
     def issuer(self, st, pipe, layouts, source, work, call):
-        tile_of_q = super().issuer(st, pipe, layouts, source, work, call)
+        planes = self._planes(st, source, layouts)
+
+        def tile_of_q(i, batch, stage):
+            rows = self.work.rows_at(work, call, i, batch, self.rows)
+            bar = self._claimed(st, pipe, stage)
+            if self.first_half is None:
+                self._copy(planes, rows, stage.index, bar)
+                return
+            self._copy_blocks(planes, rows, stage.index, bar, True)
+            pipe.sync_object_empty.wait(stage.index, stage.phase)
+            self._copy_blocks(planes, rows, stage.index, bar, False)
 
         def ahead(i):
             batch, *_ = self.work.item_at(work, i)
@@ -169,6 +212,31 @@ class RecordQueries(QTiles):
 
         tile_of_q.ahead = ahead
         return tile_of_q
+
+    def _claimed(self, st, pipe, stage):
+        """The barrier of a stage, armed, whose first half is free."""
+        if self.first_half is None:
+            return self._acquired(pipe, stage)
+        self.first_half.wait_full(st, 0, stage.phase)
+        bar = pipe.producer_get_barrier(stage)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes)
+        return bar
+
+    def _copy_blocks(self, planes, rows, stage, bar, first: bool) -> None:
+        """As ``_copy``, the column blocks of the first half alone, or the others."""
+        for n, (plane, loaded, tiles) in enumerate(planes):
+            moved = cute.domain_offset((rows.first, 0), loaded.coords)
+            box = (self.rows, BLOCK)
+            for block in range(plane.width // BLOCK):
+                if (n == 0 and block < FIRST_BLOCKS) != first:
+                    continue
+                held = cute.local_tile(tiles, box, (0, block, None))
+                target, source = cpasync.tma_partition(
+                    loaded.atom, 0, cute.make_layout(1), cute.group_modes(held, 0, 2),
+                    cute.group_modes(cute.local_tile(moved, box, (0, block)), 0, 2),
+                )  # fmt: skip
+                cute.copy(loaded.atom, source, target[None, stage], tma_bar_ptr=bar)
 
 
 class QueryRows:

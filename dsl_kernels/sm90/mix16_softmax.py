@@ -15,6 +15,7 @@ below is left as it is (its gamma is 1), so that no row feels another.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import cutlass
@@ -25,6 +26,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..cache_records.ds_mla import GROUPS
 from ..common.barriers import warps_meet
+from ..common.epilogue import finish_row
 from ..common.frames import NEVER, P_LOG2_MAX
 from ..common.smem import array, staged
 from ..common.types import BF16, F16, U16, U32
@@ -33,7 +35,6 @@ from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from ..stamp import Stamp
-from .across_warps import AcrossWarps
 from .block_softmax import store_words_of_p
 from .dense_frames import HEADROOM
 from .fragments import TokensOnM, pad_layout, padded_size, row_position
@@ -82,7 +83,7 @@ def log2_in(total, frame):
     return Float32(cutlass.select_((total >= NORMAL) & (total < INFINITE), exact, plain))
 
 
-class MixSoftmax(AcrossWarps):
+class MixSoftmax:
     """The role.
 
     Attributes:
@@ -90,13 +91,15 @@ class MixSoftmax(AcrossWarps):
         fragment: which rows and tokens a thread holds.
         rows_cta: query rows of the CTA.
         units: k steps over the content that are converted at once.
+        first_units: how many of them are in the first half of Q's channels.
         least: what a token's value is more than.
+        sum_log2: log2 of what row sums lack.
         rope: whether K has RoPE beside content.
         hides: whether rows of an item see more or less of it.
         ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
     """
 
-    inv_ring, log2_in = INV_RING, staticmethod(log2_in)
+    inv_ring, log2_in, sum_log2 = INV_RING, staticmethod(log2_in), SUM_LOG2
     rope, hides = True, False
     least = 0.5 * NEVER
     ending: Any = None
@@ -106,11 +109,12 @@ class MixSoftmax(AcrossWarps):
         self.fragment, self.few_rows = TokensOnM(parts.rows), parts.rows <= FEW_ROWS
         steps = UNIT_STEPS[parts.rows]
         self.units = [range(k, k + steps) for k in range(0, STEPS, steps)]
+        self.first_units = STEPS // 2 // steps
 
     def fields(self) -> dict:
-        """Storage: exchange of maxima and sums; a byte for each warp's vote and buffer; frames."""
+        """Storage: maxima and sums of the warps; a byte for each warp's vote and buffer; frames."""
         return dict(
-            **self.exchange_fields(self.rows_cta),
+            across=array(Float32, SOFTMAX_WARPS * self.rows_cta, 128),
             votes=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),
             frames=array(Float32, padded_size(self.rows_cta), 128),
             shifts=array(Float32, padded_size(self.rows_cta), 128),  # by which frames have moved
@@ -124,7 +128,6 @@ class MixSoftmax(AcrossWarps):
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         n_rows, gmem = const_expr(self.fragment.rows), cta.gmem
-        m_ref = cute.make_rmem_tensor((n_rows,), Float32)
         l_run = cute.make_rmem_tensor((n_rows,), Float32)
         tools = self.tools(cta.st, cta.layouts)
         consumer = pipeline.PipelineUserType.Consumer
@@ -136,23 +139,19 @@ class MixSoftmax(AcrossWarps):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             note(cta.st, items, wwarp, slot, rows)
-            facts = self.begin_item(cta, qst, batch, rows, (m_ref, l_run), wwarp)
-            kst, blocks = self.tiles(
-                cta, tools, (first, last), (qst, kst, blocks), (m_ref, l_run), facts
-            )  # fmt: skip
+            facts = self.begin_item(cta, qst, batch, rows, l_run, wwarp)
+            kst, blocks = self.tiles(cta, tools, (first, last), (qst, kst, blocks), l_run, facts)
             self.end_queries(cta, qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            self.end_frames(cta.st, m_ref)
             slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
-            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
+            self.finish_rows(cta, (items & 1) ^ 1, l_run, slot, rows)
             items += 1
 
-    def begin_item(self, cta, qst, batch, rows, rows_out, wwarp):
+    def begin_item(self, cta, qst, batch, rows, l_run, wwarp):
         """Frames and sums of the item's rows, and Q, which P.V's warps convert; all warps of the
         role have met then.  Returns what ``block`` must know of the item."""
-        m_ref, l_run = rows_out
-        self.begin_frames(cta.st, m_ref)
+        self.begin_frames(cta.st)
         l_run.fill(0.0)
         facts = self.facts_of_rows(cta, batch, rows)
         cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
@@ -168,20 +167,27 @@ class MixSoftmax(AcrossWarps):
         if wanted:
             cta.q_pipe.consumer_release(qst)
 
+    def free_first_half(self, st, wanted) -> None:
+        """The same of the first half of Q's channels alone, if ``wanted``, without a branch."""
+        tidx, _, _ = cute.arch.thread_idx()
+        chosen = cutlass.select_((tidx % 32 == 0) & wanted, Int32(1), Int32(0))
+        self.parts.q_tiles.free_first_half(st, chosen)
+
     def end_queries(self, cta, qst) -> None:
         """Behind an item's tiles: nothing."""
 
     @cute.jit
-    def tiles(self, cta, tools, span, states, rows_out, facts):
+    def tiles(self, cta, tools, span, states, l_run, facts):
         """Tiles ``span`` of an item; returns the next states of the ring and of P."""
         qst, kst, blocks = states
         fresh = Int32(1)  # no token has been seen
+        self.free_first_half(cta.st, span[0] >= span[1])
         self.free_queries(cta, qst, span[0] >= span[1])
         for tile in cutlass.range(span[0], span[1], unroll=1):
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
             self._end_with(qst, tile + 1 == span[1])
-            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
+            fresh = self.block(cta, tools, qst, kst, blocks, fresh, l_run, tile, facts)
             kst.advance()
             blocks += 1
         return kst, blocks
@@ -220,21 +226,15 @@ class MixSoftmax(AcrossWarps):
         return frames[None, cute.arch.lane_idx() % 4]
 
     @cute.jit
-    def begin_frames(self, st, m_ref):
+    def begin_frames(self, st):
         tidx, _, _ = cute.arch.thread_idx()
         size = const_expr(padded_size(self.rows_cta))
         frames = st.frames.get_tensor(cute.make_layout(size))
         if tidx % WARPGROUP < size:
             frames[tidx % WARPGROUP] = Float32(0.0)
 
-    def end_frames(self, st, m_ref) -> None:
-        """``m_ref`` becomes the frames of the rows' sums."""
-        cute.autovec_copy(self.frames_of(st), m_ref)
-        for x in range(self.fragment.rows):
-            m_ref[x] = m_ref[x] + SUM_LOG2
-
     @cute.jit
-    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
+    def move_frames(self, st, t, buf, first, l_run, wwarp, lane):
         """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
         their largest value is 2^8.
 
@@ -242,7 +242,7 @@ class MixSoftmax(AcrossWarps):
         that the time goes by instructions.
         """
         tidx, _, _ = cute.arch.thread_idx()
-        (_, l_run), own = rows_out, tidx % WARPGROUP
+        own = tidx % WARPGROUP
         self.note_maxima(st, t, wwarp, lane)
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
         layout, size = pad_layout(self.rows_cta), const_expr(padded_size(self.rows_cta))
@@ -268,28 +268,65 @@ class MixSoftmax(AcrossWarps):
             l_run[x] = l_run[x] * gamma[x]
             t[v], t[v + 2] = t[v] - shift[x], t[v + 2] - shift[x]
 
-    def note_maxima(self, st, t, wwarp, lane):
-        """Row maxima over the warp's 16 tokens to ``across``, (row, warp).
+    def note_maxima(self, st, t, wwarp, lane) -> None:
+        """Row maxima over the warp's 16 tokens to ``across``."""
+        pairs = [(t[v], t[v + 2]) for v in range(self.fragment.values) if v % 4 < 2]
+        self.note_rows(st, [cute.arch.fmax(*pair) for pair in pairs], cute.arch.fmax, wwarp, lane)
+
+    def note_rows(self, st, values, combined, wwarp, lane) -> None:
+        """A value a row, of all the warp's tokens, to ``across``, (row, warp).
 
         Of eight lanes with the same rows each keeps half of what it has and gives half away, at
         each of three steps while there is more than one row.
+
+        Args:
+            values: of the thread's rows.
+            combined: of a thread's and another's.
         """
-        rows = const_expr(self.fragment.rows)
-        m = [cute.arch.fmax(t[v], t[v + 2]) for v in range(2 * rows) if v % 4 < 2]
-        for bit in (16, 8, 4):
-            upper, half = (lane & bit) != 0, len(m) // 2
-            pairs = [(m[half + i], m[i]) for i in range(half)] or [(m[0], m[0])]
-            kept = [Float32(cutlass.select_(upper, a, b)) for a, b in pairs]
-            given = [Float32(cutlass.select_(upper, b, a)) for a, b in pairs]
-            m = [
-                cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(b, bit))
-                for a, b in zip(kept, given, strict=True)
+        across, x = st.across.get_tensor(cute.make_layout((self.rows_cta, SOFTMAX_WARPS))), 0
+        for bit in (4, 8, 16):
+            upper, half = (lane & bit) != 0, len(values) // 2
+            pairs = [(values[half + i], values[i]) for i in range(half)] or [(values[0],) * 2]
+            values = [
+                combined(
+                    Float32(cutlass.select_(upper, a, b)),
+                    cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(upper, b, a)), bit),
+                )
+                for a, b in pairs
             ]
-        across = st.across.get_tensor(cute.make_layout((self.rows_cta, SOFTMAX_WARPS)))
-        x = lane // 4 * rows // 8  # which of its rows are left, of 64 the first of two
+            x = x + cutlass.select_(upper, Int32(half), Int32(0))  # of the thread's rows
         first = self.fragment.row_at(wwarp, lane, x)
-        for e, top in enumerate(m):
-            across[first + e, wwarp] = top
+        for e, value in enumerate(values):
+            across[first + e, wwarp] = value
+
+    @cute.jit
+    def finish_rows(self, cta, inv_phase, l_run, slot, rows):
+        """Row sums of an item -> 1/l for the P.V warps, LSE to memory.
+
+        The warps meet once: ``across`` has been read when they met in ``move_frames``, and they
+        meet again before the next item's first tile.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        st, own, lane = cta.st, tidx % WARPGROUP, tidx % 32
+        wwarp = cute.arch.make_warp_uniform(own // 32)
+        at, size = row_position(own, self.rows_cta), const_expr(padded_size(self.rows_cta))
+        frame = Float32(self.sum_log2)
+        if own < self.rows_cta:  # which the next item begins anew
+            frame = frame + st.frames.get_tensor(cute.make_layout(size))[at]
+        self.inv_ring.wait_empty(st, 0, inv_phase)
+        sums = [l_run[x] for x in range(self.fragment.rows)]
+        self.note_rows(st, sums, operator.add, wwarp, lane)
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
+        if own < self.rows_cta:
+            of_warps = st.across.get_tensor(cute.make_layout((self.rows_cta, SOFTMAX_WARPS)))
+            four = [of_warps[own, w] for w in range(SOFTMAX_WARPS)]
+            total = (four[0] + four[1]) + (four[2] + four[3])
+            st.inv.get_tensor(cute.make_layout(size))[at] = finish_row(
+                cta.gmem.results, cta.call, slot, rows, own, total, frame, self.log2_in
+            )
+        cute.arch.sync_warp()
+        if lane == 0:
+            self.inv_ring.arrive_full(st, 0)
 
     # ---------------------------------------------------------------- S^T
 
@@ -394,6 +431,8 @@ class MixSoftmax(AcrossWarps):
                 ratio = self.load_ratio(own, stage, token, u + 1, ratio)
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
+                if const_expr(u == self.first_units):
+                    self.free_first_half(st, self.ending[1])
                 held[(u + 1) % 2] = self.to_k(raws, ratio)
                 if const_expr(u + 2 < units):
                     raws = self.load_k(st, stage, wwarp, lane, u + 2)
@@ -423,6 +462,8 @@ class MixSoftmax(AcrossWarps):
             if const_expr(u + 1 < units):
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
+                if const_expr(u == self.first_units):
+                    self.free_first_half(st, self.ending[1])
                 held[(u + 1) % 2] = self.to_k(raws, None)
                 if const_expr(u + 2 < units):
                     raws = self.load_k(st, stage, wwarp, lane, u + 2)
@@ -467,7 +508,7 @@ class MixSoftmax(AcrossWarps):
     # ---------------------------------------------------------------- P^T
 
     @cute.jit
-    def block(self, cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts):
+    def block(self, cta, tools, qst, kst, blocks, fresh, l_run, tile, facts):
         """S^T -> P^T of one tile; returns the next ``fresh``."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
@@ -497,22 +538,22 @@ class MixSoftmax(AcrossWarps):
             for v in cutlass.range_constexpr(self.fragment.values):
                 top = cute.arch.fmax(top, t[v])
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
-        self.hand_over(st, t, inverse, moves, first, blocks, rows_out)
+        self.hand_over(st, t, inverse, moves, first, blocks, l_run)
         return fresh - first
 
     def hide(self, st, t, tile, facts, wwarp, lane) -> None:
         """-inf for what a row must not see of a tile, if the role ``hides``."""
 
     @cute.jit
-    def hand_over(self, st, t, inverse, moves, first, blocks, rows_out):
+    def hand_over(self, st, t, inverse, moves, first, blocks, l_run):
         """P^T of ``t``, the values in their rows' frames, to P.V, and its sums to the rows'; frames
         move before it where the warps have voted for it."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        buf, (_, l_run) = blocks & 1, rows_out
+        buf = blocks & 1
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
         if moves != 0:
-            self.move_frames(st, t, buf, first, rows_out, wwarp, lane)
+            self.move_frames(st, t, buf, first, l_run, wwarp, lane)
         for x in cutlass.range_constexpr(self.fragment.rows):
             v = 4 * (x // 2) + x % 2
             t[v] = cute.math.exp2(t[v], fastmath=True)

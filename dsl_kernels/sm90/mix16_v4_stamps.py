@@ -140,9 +140,9 @@ class StampedQueries(RecordQueries):
 
     stamps: ItemStamps
 
-    def _acquired(self, pipe, stage):
+    def _claimed(self, st, pipe, stage):
         self.stamps.mark(Event.Q_WANTED, WARP)
-        bar = super()._acquired(pipe, stage)
+        bar = super()._claimed(st, pipe, stage)
         self.stamps.mark(Event.Q_ASKED, WARP)
         return bar
 
