@@ -62,6 +62,7 @@ CONVERTED = 4  # named barrier: P.V's warps have converted Q for softmax
 CONVERTED_THREADS = 32 * (SOFTMAX_WARPS + PV_WARPS)
 LINE = 128  # bytes of a token's channels of a group in the ring
 EXPONENT_BIAS, LEAST_FIELD = 127, 42  # of an fp32 exponent; 2^p is at most 2^100
+INFINITE = 0x7F800000  # of an fp32's bits
 
 
 @compat.dsl_user_op
@@ -108,6 +109,14 @@ def larger_halves(a, b, *, loc=None, ip=None):
         "max.u16x2 {$w0}, {$r0}, {$r1};",
         write_only_types=[Uint32], read_only_args=[a, b], loc=loc, ip=ip,
     )  # fmt: skip
+
+
+def largest_of_warp(x):
+    """The largest of the lanes' numbers, 0 if there is none that is not negative: as integers, for
+    which there is one instruction."""
+    bits = x.bitcast(Int32)
+    bits = Int32(cutlass.select_(bits > INFINITE, Int32(0), bits))  # NaN
+    return Int32(cutlass.max(cute.arch.warp_redux_sync(bits, "max"), Int32(0))).bitcast(Float32)
 
 
 def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
@@ -360,10 +369,7 @@ class RecordScales:
             largest.append(
                 cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))
             )
-        here = cute.arch.fmax(largest[0], largest[1])
-        for bit in cutlass.range_constexpr(5):
-            here = cute.arch.fmax(here, cute.arch.shuffle_sync_bfly(here, 1 << bit))
-        top = cute.arch.fmax(top, here)
+        top = cute.arch.fmax(top, largest_of_warp(cute.arch.fmax(largest[0], largest[1])))
         least = cute.arch.fmax(top * APART, Float32(LEAST_SCALE))
         least_of = [
             cute.arch.fmin(cute.arch.fmin(x[0], x[1]), cute.arch.fmin(x[2], x[3])) for x in s

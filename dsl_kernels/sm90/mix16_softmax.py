@@ -36,7 +36,7 @@ from ..stamp import Stamp
 from .across_warps import AcrossWarps
 from .block_softmax import store_words_of_p
 from .dense_frames import HEADROOM
-from .fragments import TokensOnM, pad_layout, padded_size
+from .fragments import TokensOnM, pad_layout, padded_size, row_position
 from .item_notes import note, noted
 from .mix16_parts import CONVERTED, CONVERTED_THREADS, SUM_LOG2, Parts, times, unpack
 from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier
@@ -113,6 +113,7 @@ class MixSoftmax(AcrossWarps):
             **self.exchange_fields(self.rows_cta),
             votes=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),
             frames=array(Float32, padded_size(self.rows_cta), 128),
+            shifts=array(Float32, padded_size(self.rows_cta), 128),  # by which frames have moved
         )
 
     # ---------------------------------------------------------------- items
@@ -235,21 +236,60 @@ class MixSoftmax(AcrossWarps):
     @cute.jit
     def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
         """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
-        their largest value is 2^8."""
-        _, l_run = rows_out
-        m = self.maxima(st, t, buf, wwarp, lane)
-        at = buf * padded_size(self.rows_cta)
-        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
-        frames = self.frames_of(st)
+        their largest value is 2^8.
+
+        A thread works out one row, and all read what it found: an item finds this code cold, so
+        that the time goes by instructions.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        (_, l_run), own = rows_out, tidx % WARPGROUP
+        self.note_maxima(st, t, wwarp, lane)
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
+        layout, size = pad_layout(self.rows_cta), const_expr(padded_size(self.rows_cta))
+        gammas = cute.make_tensor(st.gamma.data_ptr() + buf * size, layout)
+        shifts = cute.make_tensor(st.shifts.data_ptr(), layout)
+        if own < self.rows_cta:
+            of_warps = st.across.get_tensor(cute.make_layout((self.rows_cta, SOFTMAX_WARPS)))
+            top = of_warps[own, 0]
+            for w in cutlass.range_constexpr(1, SOFTMAX_WARPS):
+                top = cute.arch.fmax(top, of_warps[own, w])
+            at = row_position(own, self.rows_cta)
+            shift, gamma = new_frame(top, first, self.least)
+            frames = st.frames.get_tensor(cute.make_layout(size))
+            frames[at] = frames[at] + shift
+            (gammas.iterator + at)[0], (shifts.iterator + at)[0] = gamma, shift
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all read the rows' frames, of other threads
+        gamma = cute.make_rmem_tensor((self.fragment.rows,), Float32)
+        shift = cute.make_rmem_tensor((self.fragment.rows,), Float32)
+        cute.autovec_copy(gammas[None, lane % 4], gamma)
+        cute.autovec_copy(shifts[None, lane % 4], shift)
         for x in cutlass.range_constexpr(self.fragment.rows):
             v = 4 * (x // 2) + x % 2
-            shift, gamma = new_frame(m[x], first, self.least)
-            l_run[x] = l_run[x] * gamma
-            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
-            if (wwarp == 0) & (lane < 4):
-                gamma_s[x, lane] = gamma
-                frames[x] = frames[x] + shift
-        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all warps read the frames of the next block
+            l_run[x] = l_run[x] * gamma[x]
+            t[v], t[v + 2] = t[v] - shift[x], t[v + 2] - shift[x]
+
+    def note_maxima(self, st, t, wwarp, lane):
+        """Row maxima over the warp's 16 tokens to ``across``, (row, warp).
+
+        Of eight lanes with the same rows each keeps half of what it has and gives half away, at
+        each of three steps while there is more than one row.
+        """
+        rows = const_expr(self.fragment.rows)
+        m = [cute.arch.fmax(t[v], t[v + 2]) for v in range(2 * rows) if v % 4 < 2]
+        for bit in (16, 8, 4):
+            upper, half = (lane & bit) != 0, len(m) // 2
+            pairs = [(m[half + i], m[i]) for i in range(half)] or [(m[0], m[0])]
+            kept = [Float32(cutlass.select_(upper, a, b)) for a, b in pairs]
+            given = [Float32(cutlass.select_(upper, b, a)) for a, b in pairs]
+            m = [
+                cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(b, bit))
+                for a, b in zip(kept, given, strict=True)
+            ]
+        across = st.across.get_tensor(cute.make_layout((self.rows_cta, SOFTMAX_WARPS)))
+        x = lane // 4 * rows // 8  # which of its rows are left, of 64 the first of two
+        first = self.fragment.row_at(wwarp, lane, x)
+        for e, top in enumerate(m):
+            across[first + e, wwarp] = top
 
     # ---------------------------------------------------------------- S^T
 

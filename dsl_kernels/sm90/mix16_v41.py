@@ -5,8 +5,7 @@ A token is 512 e4m3 channels with a power-of-two scale for each 32; roles and ti
 mix16_content.py's.  Two groups share the 64 channels of a unit of Q.K and of a P.V warp, so a
 product has two ratios.
 
-Scales (announcer warp).  sigma, ratios and facts are mix16_v4_parts.py's, of sixteen groups; one
-ratio serves K and V, as K's sigma is V's.
+Scales are mix16_powers.py's, of sixteen groups.
 
 Registers as mix16_v4.py's, whose announcer has as much to do.
 
@@ -19,15 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
 
 from ..cache_records import v41
 from ..cache_records.v41 import GROUP, SCALES
 from ..common.gather_v4 import TwoLists
 from ..common.gather_v41 import GatherV41
-from ..common.smem import array
 from ..common.types import U32
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.two_list_entry import TwoListEntry, fake_args
@@ -40,9 +36,8 @@ from .mix16_content import (
     budget_of,
     infeasible_because,
 )
-from .mix16_parts import SUM_FACTOR, RecordScales, larger_halves, pack_f16
+from .mix16_powers import PowerScales
 from .mix16_pv import VTile
-from .mix16_v4_parts import EXPONENT_AT, log2_of_power, of_tile
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -55,79 +50,12 @@ QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
 STEPS = 4  # k steps that are converted at once
 UNIT_GROUPS = 16 * STEPS // GROUP  # of them, and of a P.V warp
-EXPONENT = 255 << EXPONENT_AT
 
 
-class V41Scales(RecordScales):
-    """``RecordScales`` of sixteen powers of two, field ``ks``, four a word."""
+class V41Scales(PowerScales):
+    """``PowerScales`` of sixteen groups."""
 
-    groups, words = SCALES, WORDS
-
-    @property
-    def fields(self) -> dict:
-        """Storage."""
-        return {**super().fields, "ks": array(U32, QUADS * TILE * self.stages, 128)}
-
-    def of_tokens(self, st):
-        """(word, token, stage) of the scales."""
-        return st.ks.get_tensor(cute.make_layout((QUADS, TILE, self.stages)))
-
-    @staticmethod
-    def _largest(words):
-        """fp32: the largest scale of a token, whose bytes are ``words``."""
-        pairs = [w & Uint32(0x00FF00FF) for w in words]
-        pairs += [(w >> Uint32(8)) & Uint32(0x00FF00FF) for w in words]
-        while len(pairs) > 1:
-            pairs = [larger_halves(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
-        most = cutlass.max(pairs[0] & Uint32(0xFFFF), pairs[0] >> Uint32(16))
-        return (most << Uint32(EXPONENT_AT)).bitcast(Float32)
-
-    @staticmethod
-    def _scale(word, g: int):
-        """fp32: scale ``g`` of a word."""
-        up = EXPONENT_AT - 8 * g
-        bits = word << Uint32(up) if up > 0 else word >> Uint32(-up)
-        return (bits & Uint32(EXPONENT)).bitcast(Float32)
-
-    @cute.jit
-    def _make(self, st, stage, named, top):
-        lane = cute.arch.lane_idx()
-        scales, facts, largest = self.of_tokens(st), self.facts(st), []
-        for e in cutlass.range_constexpr(2):
-            words = cute.make_rmem_tensor((QUADS,), U32)
-            cute.autovec_copy(scales[None, 2 * lane + e, stage], words)
-            largest.append(self._largest([words[i] for i in range(QUADS)]))
-        top, least, some = of_tile(largest, named, top)
-        inverse = []
-        for e in cutlass.range_constexpr(2):
-            sigma = cute.arch.fmax(largest[e], least)
-            inverse.append(cute.arch.rcp_approx(sigma))
-            log = log2_of_power(sigma)
-            four = cute.make_rmem_tensor((4,), Float32)
-            four[0] = Float32(cutlass.select_(named[e], log, -Float32.inf))
-            four[1], four[2], four[3] = inverse[e] * SUM_FACTOR, sigma, some
-            cute.autovec_copy(four, facts[None, 2 * lane + e, stage])
-        self._make_ratios(st, stage, lane, inverse)
-        return top
-
-    @cute.jit
-    def _make_ratios(self, st, stage, lane, inverse):
-        """Of both tokens, a word of scales at a time: all of them are more registers than there
-        are."""
-        scales, own, ratios = self.of_tokens(st), self.own(st), self.ratios(st)
-        for q in cutlass.range(QUADS, unroll=1):
-            token = [scales[q, 2 * lane + e, stage] for e in range(2)]
-            for e in cutlass.range_constexpr(2):
-                twice = cute.make_rmem_tensor((4,), U32)
-                for g in cutlass.range_constexpr(4):
-                    ratio = self._scale(token[e], g) * inverse[e]
-                    twice[g] = pack_f16(ratio, ratio)
-                words = own[None, 2 * lane + e, stage].iterator
-                at = words + cute.assume(4 * q, divby=4)
-                cute.autovec_copy(twice, cute.make_tensor(at, cute.make_layout(4)))
-            for g in cutlass.range_constexpr(4):
-                both = pack_f16(*(self._scale(token[e], g) * inverse[e] for e in range(2)))
-                ratios[lane // 4, lane % 4, 4 * q + g, stage] = both
+    groups, words, quads = SCALES, WORDS, QUADS
 
 
 class V41Softmax(ContentSoftmax):

@@ -4,10 +4,9 @@ by block table, pipeline ``mix16``.
 As mix16_v41.py, whose roles and shared memory these are, behind the loader of pages
 (common/gather_pages_v41.py); mix16_pages.py says what rows of several query tokens do not see.
 
-Tokens that are not finite, of which some rows see nothing.  A scale of byte 255 is NaN.  It has no
-part in "the largest scale that the item has seen so far".  Of its group content and ratio of V are
-cleared: 32 channels, a quarter of a line, whose swizzle keeps its two chunks of 16 bytes side by
-side.  The ratio of K stays infinite, and 0 times that is NaN for the rows that see the token.
+Tokens that are not finite, of which some rows see nothing.  A token with a scale of byte 255 is NaN
+by its log2 (mix16_powers.py).  Of such a group content is cleared: 32 channels, a quarter of a
+line, whose swizzle keeps its two chunks of 16 bytes side by side.
 
 Shared memory beside mix16_v41.py's: a limit a row.
 """
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Uint32
 from cutlass.cute.nvgpu import warp
 
 from .. import compat
@@ -34,8 +33,8 @@ from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from .decode import Decode
 from .mix16_content import ContentRows, budget_of, infeasible_because
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax
-from .mix16_parts import LINE, larger_halves
-from .mix16_v4_parts import EXPONENT_AT
+from .mix16_parts import LINE
+from .mix16_powers import no_numbers
 from .mix16_v41 import QUADS, Mix16V41, V41Parts, V41Scales, V41Softmax
 
 if TYPE_CHECKING:
@@ -52,21 +51,6 @@ class LimitedV41Rows(LimitedRows, ContentRows):
 class PagedV41Scales(V41Scales):
     """``V41Scales`` of tokens that not all rows see."""
 
-    @staticmethod
-    def _largest(words):
-        """As the base class', of the bytes that are numbers; 0 without any.
-
-        A byte has the upper half of 16 bits, where 1 more makes 255 the least number there is.
-        """
-        one, upper, pairs = Uint32(0x01000100), Uint32(0xFF00FF00), []
-        for word in words:
-            pairs += [(word & upper) + one, ((word << Uint32(8)) & upper) + one]
-        while len(pairs) > 1:
-            pairs = [larger_halves(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
-        most = cutlass.max(pairs[0] & Uint32(0xFFFF), pairs[0] >> Uint32(16)) >> Uint32(8)
-        most = cutlass.max(most, Uint32(1)) - Uint32(1)
-        return (most << Uint32(EXPONENT_AT)).bitcast(Float32)
-
     def _make(self, st, stage, named, top):
         top = super()._make(st, stage, named, top)
         self._quiet(st, stage)
@@ -78,36 +62,27 @@ class PagedV41Scales(V41Scales):
 
         Nobody reads content but by ldmatrix, so that no proxy fence is missing.
         """
-        scales, lane = self.of_tokens(st), cute.arch.lane_idx()
+        words = self.words_of_lane(st, stage)
         for e in cutlass.range_constexpr(2):
-            words, some = cute.make_rmem_tensor((QUADS,), U32), Uint32(0)
-            cute.autovec_copy(scales[None, 2 * lane + e, stage], words)
+            some = Uint32(0)
             for q in cutlass.range_constexpr(QUADS):
-                some = some | self._no_numbers(words[q])
+                some = some | no_numbers(words[QUADS * e + q])
             if some != 0:
                 for q in cutlass.range(QUADS, unroll=1):
-                    found = self._no_numbers(scales[q, 2 * lane + e, stage])
+                    found = no_numbers(self.words_at(st, stage, q)[e])
                     for x in cutlass.range_constexpr(4):
                         if (found & Uint32(0x80 << (8 * x))) != 0:
                             self._clear_group(st, stage, e, q, x)
 
-    @staticmethod
-    def _no_numbers(word):
-        """The upper bits of a word's bytes of 255: of x + 1 in seven bits there, and of x."""
-        seven = (word & Uint32(0x7F7F7F7F)) + Uint32(0x01010101)
-        return seven & word & Uint32(0x80808080)
-
     def _clear_group(self, st, stage, e: int, q, x: int) -> None:
-        """Zeros for content and ratio of V of group 4 ``q`` + ``x`` of the lane's token ``e``."""
-        lane, group = cute.arch.lane_idx(), LINE_GROUPS * q + x
+        """Zeros for content of group 4 ``q`` + ``x`` of the lane's token ``e``."""
+        lane = cute.arch.lane_idx()
         at = stage * (TILE * D) + q * (TILE * LINE) + (2 * lane + e) * LINE
         at = at + (x ^ (lane % LINE_GROUPS)) * GROUP  # of chunks' numbers ^ (token % 8), halved
         line = cute.recast_ptr((st.kc.data_ptr() + at).align(GROUP), dtype=U32)
         zero = cute.make_rmem_tensor((GROUP // 4,), U32)
         zero.fill(0)
         cute.autovec_copy(zero, cute.make_tensor(line, cute.make_layout(GROUP // 4)))
-        ratios, word = self.ratios(st), (lane // 4, lane % 4, group, stage)
-        ratios[word] = ratios[word] & Uint32(0xFFFF << (16 * (1 - e)))
 
 
 class PagedV41Parts(V41Parts):

@@ -3,9 +3,9 @@
 As mix16_v4.py, whose roles and shared memory these are, behind the loader of pages
 (common/gather_pages_v4.py); mix16_pages.py says what rows of several query tokens do not see.
 
-Tokens that are not finite, of which some rows see nothing.  A scale of byte 255 is NaN here: its
-ratio makes K NaN, and it has no part in "the largest scale that the item has seen so far".  Of such
-a group content and ratio of V are cleared, and the token's RoPE channels, which are V, too.
+Tokens that are not finite, of which some rows see nothing.  A token with a scale of byte 255 is NaN
+by its log2 (mix16_powers.py).  Of such a group content is cleared, and the token's RoPE channels,
+which are V, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Uint32
 
 from .. import compat
 from ..cache_records.v4 import GROUPS, RECORD
@@ -28,13 +28,12 @@ from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from . import mix16_v4
 from .decode import Decode, infeasible
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
-from .mix16_v4_parts import EXPONENT_AT, LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
+from .mix16_powers import no_numbers
+from .mix16_v4_parts import LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
 
 if TYPE_CHECKING:
     from ..common import budget as bud
     from ..spec import VariantSpec
-
-NO_NUMBER, NAN = 255, 0x7FC00000  # byte of a scale, and its bits in fp32
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -62,13 +61,6 @@ class LimitedV4Rows(LimitedRows, V4QueryRows):
 class PagedV4Scales(V4Scales):
     """``V4Scales`` of tokens that not all rows see."""
 
-    @staticmethod
-    def _scale(words, e: int, g: int):
-        """As the base class'; NaN where the byte is 255."""
-        bits = V4Scales._scale(words, e, g).bitcast(Uint32)
-        infinite = bits == Uint32(NO_NUMBER << EXPONENT_AT)
-        return Uint32(cutlass.select_(infinite, Uint32(NAN), bits)).bitcast(Float32)
-
     def _make(self, st, stage, named, top):
         top = super()._make(st, stage, named, top)
         self._quiet(st, stage)
@@ -80,42 +72,26 @@ class PagedV4Scales(V4Scales):
 
         Content is read by ldmatrix alone; RoPE by WGMMA, so a proxy fence follows.
         """
+        words = self.words_of_lane(st, stage)
         for e in cutlass.range_constexpr(2):
-            some = self._any(st, stage, e)
-            if some != 0:
-                words = self._words_of_lane(st, stage)
+            own = words[2 * e : 2 * e + 2]
+            if (no_numbers(own[0]) | no_numbers(own[1])) != 0:
                 for g in cutlass.range_constexpr(GROUPS):
-                    if self._byte(words, e, g) == Uint32(NO_NUMBER):
+                    if (no_numbers(own[g // 4]) & Uint32(0x80 << (8 * (g % 4)))) != 0:
                         self._clear_group(st, stage, e, g)
                 self._clear_rope(st, stage, e)
                 cute.arch.fence_proxy("async.shared", space="cta")
 
-    @staticmethod
-    def _byte(words, e: int, g: int):
-        return (words[2 * e + g // 4] >> Uint32(8 * (g % 4))) & Uint32(NO_NUMBER)
-
-    def _any(self, st, stage, e: int):
-        """Not 0 if token ``e`` has a byte of 255: that byte's complement is 0."""
-        words, found = self._words_of_lane(st, stage), Uint32(0)
-        for i, real in enumerate((0xFFFFFFFF, 0x00FFFFFF)):
-            x = (words[2 * e + i] ^ Uint32(0xFFFFFFFF)) | Uint32(0xFFFFFFFF ^ real)
-            borrows = (x - Uint32(0x01010101)) & (x ^ Uint32(0xFFFFFFFF))
-            found = found | (borrows & Uint32(0x80808080))
-        return found
-
     def _clear_group(self, st, stage, e: int, g: int) -> None:
-        """Zeros for content and ratio of V of the lane's token ``e``: half a line, which its
-        swizzle leaves whole."""
-        lane, ratios = cute.arch.lane_idx(), self.ratios(st)
-        token = 2 * lane + e
+        """Zeros for content of the lane's token ``e``: half a line, which its swizzle leaves
+        whole."""
+        token = 2 * cute.arch.lane_idx() + e
         at = stage * (TILE * C) + g // 2 * (TILE * LINE)
         if g // 2 < LINES:
             at = at + token * LINE + (((token // 4) ^ g) % 2) * (LINE // 2)
         else:
             at = at + token * (LINE // 2)
         self._zero((st.kc.data_ptr() + at).align(LINE // 2), LINE // 2)
-        word = (lane // 4, lane % 4, g, stage)
-        ratios[word] = ratios[word] & Uint32(0xFFFF << (16 * (1 - e)))
 
     def _clear_rope(self, st, stage, e: int) -> None:
         at = stage * (TILE * R) + (2 * cute.arch.lane_idx() + e) * R
