@@ -17,6 +17,11 @@ CONVERTED = (
     "2 x bar.sync in across_warps.py", "7 x wgmma.commit_group.sync.aligned in mix16_pv.py",
     "wgmma.wait_group.sync.aligned 1",
 )  # fmt: skip
+# Of kernels over tokens without RoPE, lists and pages.
+WITHOUT_ROPE = (
+    "fence.proxy.async.shared::cta in gather_records.py",
+    "fence.proxy.async.shared::cta in gather_pages.py",
+)
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
@@ -29,11 +34,8 @@ EXPLAINED_OF = {
     ),
     "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_r[36]*": ("1 x INV_RING.wait_full(cta.st, 0, items & 1)",),
-    "*_kvfp8_nope_*": (
-        "fence.proxy.async.shared::cta in gather_records.py",
-        "fence.proxy.async.shared::cta in gather_pages.py",
-    ),
-    "record_decode_*_kvfp8_v41_*": ("fence.proxy.async.shared::cta in gather_pages.py",),
+    "*_kvfp8_nope_*": WITHOUT_ROPE,
+    "*_decode_mix16_*_kvfp8_v41_*": WITHOUT_ROPE,
     "*_decode_mix16_r16_*_kvfp8_v4*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_*": CONVERTED,
     "*decode_f16_*": CONVERTED,

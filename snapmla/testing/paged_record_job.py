@@ -55,14 +55,15 @@ class PagedShape(RecordShape):
 
     @property
     def counts(self) -> list[int]:
-        """How many tokens each query token sees; 0 for those of no sequence."""
+        """How many tokens each query token sees; 0 for those of no sequence.  A length is at most
+        what the table names, before the causal rule."""
         counts, begin = [0] * self.tokens, self.begin
-        for i, n in enumerate(self.lengths):
-            end = begin[i + 1]
+        for i, length in enumerate(self.lengths):
+            n, end = min(length, self.topk), begin[i + 1]
             for t in range(begin[i], end):
                 seen = n - (end - 1 - t) * self.causal
                 counts[t] = seen if self.own_lengths is None else min(n, self.own_lengths[t])
-        return [min(max(n, 0), self.topk) for n in counts]
+        return [max(n, 0) for n in counts]
 
     @property
     def queries(self) -> Queries:
