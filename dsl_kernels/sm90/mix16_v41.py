@@ -48,8 +48,8 @@ REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
 RECORDS = {record.name: record for record in (v41.PLANAR, v41.ROWS)}
 QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
-STEPS = 4  # k steps that are converted at once
-UNIT_GROUPS = 16 * STEPS // GROUP  # of them, and of a P.V warp
+UNIT_STEPS = {16: 8, 32: 8, 64: 4}  # k steps of Q.K that are converted at once, by rows
+WARP_GROUPS = 64 // GROUP  # of a P.V warp's channels
 
 
 class V41Scales(PowerScales):
@@ -59,20 +59,21 @@ class V41Scales(PowerScales):
 
 
 class V41Softmax(ContentSoftmax):
-    """The softmax warpgroup: one chain for any number of rows, two groups a unit."""
+    """The softmax warpgroup: one chain for any number of rows, two or four groups a unit."""
 
     def __init__(self, parts: V41Parts):
         super().__init__(parts)
-        self.few_rows = False
-        self.units = [range(k, k + STEPS) for k in range(0, 2 * SCALES, STEPS)]
+        self.few_rows, steps = False, UNIT_STEPS[parts.rows]
+        self.units = [range(k, k + steps) for k in range(0, 2 * SCALES, steps)]
 
     def load_ratio(self, own, stage, token, unit: int, held=None):
-        """Words by which the thread's two tokens are multiplied, of a unit's two groups each."""
-        found = []
+        """Words by which the thread's two tokens are multiplied, one for each of a unit's
+        groups."""
+        found, groups = [], len(self.units[unit]) * 16 // GROUP
         for e in range(2):
-            at = own[None, token + 8 * e, stage].iterator + UNIT_GROUPS * unit
-            words = cute.make_rmem_tensor((UNIT_GROUPS,), U32)
-            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(UNIT_GROUPS)), words)
+            at = own[None, token + 8 * e, stage].iterator + groups * unit
+            words = cute.make_rmem_tensor((groups,), U32)
+            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(groups)), words)
             found.append(words)
         return found
 
@@ -99,7 +100,7 @@ class Mix16V41(Mix16Content):
     def tile(self, st, stage, half, wwarp, offset) -> VTile:
         """The warpgroup's half of a stage."""
         tile = super().tile(st, stage, half, wwarp, offset)
-        return tile._replace(group=SCALES // 2 * half + UNIT_GROUPS * wwarp)
+        return tile._replace(group=SCALES // 2 * half + WARP_GROUPS * wwarp)
 
 
 def budget(spec: VariantSpec) -> bud.Budget:

@@ -39,7 +39,8 @@ BLOCKS = C // 64  # column blocks of a row of Q
 WORDS = 8  # of a token's ratios for K, one of them unused: two stores of 16 bytes
 # Of a tile: content, RoPE, scales, facts, ratios of K and of V.
 STAGE_BYTES = TILE * (C + 2 * R + SCALE_BYTES + 4 * (4 + WORDS) + 2 * GROUPS)
-STEPS = 4  # k steps of a group, which are converted at once
+STEPS = 4  # k steps of a group
+UNIT_STEPS = {16: 8, 32: 8, 64: 4}  # that are converted at once, by rows
 LINE = 128
 
 
@@ -111,37 +112,46 @@ class V4Parts(Parts):
 
 
 class V4Softmax(MixSoftmax):
-    """The softmax warpgroup: one chain over the content for any number of rows, a unit a group;
-    P^T also in BF16, over sigma, for the RoPE channels of V."""
+    """The softmax warpgroup: one chain over the content for any number of rows, one or two groups a
+    unit; P^T also in BF16, over sigma, for the RoPE channels of V."""
 
     def __init__(self, parts: V4Parts):
         super().__init__(parts)
-        self.few_rows = False
-        self.units = [range(STEPS * g, STEPS * (g + 1)) for g in range(GROUPS)]
+        self.few_rows, end, steps = False, STEPS * GROUPS, UNIT_STEPS[parts.rows]
+        self.units = [range(k, min(k + steps, end)) for k in range(0, end, steps)]
 
-    def group_of(self, unit: int) -> int:
-        """The group of a unit's channels."""
-        return unit
+    def groups_of(self, unit: int) -> range:
+        """The groups of a unit's channels."""
+        return range(self.units[unit][0] // STEPS, self.units[unit][-1] // STEPS + 1)
+
+    def load_ratio(self, own, stage, token, unit: int, held=None):
+        """Words by which the thread's two tokens are multiplied, of each group of a unit."""
+        return [[own[g, token + 8 * e, stage] for e in range(2)] for g in self.groups_of(unit)]
+
+    def ratio_of(self, ratio, x: int):
+        """Those of a unit's 32 channels from 32 ``x`` on."""
+        return ratio[2 * x // STEPS]
 
     def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):
-        """Bytes of a group's channels of the warp's 16 tokens, as ldmatrix deals them out.
+        """Bytes of a unit's channels of the warp's 16 tokens, as ldmatrix deals them out.
 
         A chunk's place is an XOR away from the first one's: an address for each would be kept in a
         register for all tiles, and there is none.
         """
         ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
-        row, half = wwarp * 16 + lane % 16, lane // 16
-        base, raws = st.kc.data_ptr().toint() + stage * (TILE * C) + unit // 2 * (TILE * LINE), []
-        if unit // 2 < LINES:
-            line, first = base + row * LINE + (half ^ (row % 8)) * 16, unit % 2 * 4
-        else:
-            line, first = base + row * (LINE // 2) + (half ^ (row // 2 % 4)) * 16, 0
-        for chunk in (first, first + 2):  # of 16 channels
-            at = line ^ (chunk * 16)
-            source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
-            loaded = cute.make_rmem_tensor((8,), U16)
-            cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
-            raws.append(cute.recast_tensor(loaded, U32))
+        row, half, raws = wwarp * 16 + lane % 16, lane // 16, []
+        for group in self.groups_of(unit):
+            base = st.kc.data_ptr().toint() + stage * (TILE * C) + group // 2 * (TILE * LINE)
+            if group // 2 < LINES:
+                line, first = base + row * LINE + (half ^ (row % 8)) * 16, group % 2 * 4
+            else:
+                line, first = base + row * (LINE // 2) + (half ^ (row // 2 % 4)) * 16, 0
+            for chunk in (first, first + 2):  # of 16 channels
+                at = line ^ (chunk * 16)
+                source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
+                loaded = cute.make_rmem_tensor((8,), U16)
+                cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
+                raws.append(cute.recast_tensor(loaded, U32))
         return raws
 
     def store_more(self, st, t, inverse, buf, wwarp, lane) -> None:
