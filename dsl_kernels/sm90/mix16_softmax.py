@@ -9,8 +9,8 @@ Tokens lie on M for any number of rows: K is the register operand, which is conv
 
 Hand-over of a block to P.V, in one of ``P_STAGES`` buffers: P^T in f16, factors gamma of its rows,
 and a byte a warp that says whether a frame moved.  Where some value of the CTA would pass 2^15,
-frames move (mix16_frames.py): the four warps vote, and only then are maxima taken.  A row whose own maximum stays
-below is left as it is (its gamma is 1), so that no row feels another.
+frames move (mix16_frames.py): the four warps vote, and only then are maxima taken.  A row whose own
+maximum stays below is left as it is (its gamma is 1), so that no row feels another.
 """
 
 from __future__ import annotations
