@@ -24,10 +24,11 @@ Timeline of tile i (one stage of the K ring)
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
 
-Items meet like this: Q's stage is free when the last tile's Q.K is done, the announcer has the next
-item's Q copied then, out of L2, where it was asked for a few tiles ago; while it comes, softmax
-gives the tile's P and the row sums, and P.V adds that tile's products.  P.V's warps convert it,
-before they write the item's rows.
+Items meet like this: half of Q's stage is free when the last tile's Q.K is half done, the rest when
+it is done; the announcer has the next item's Q copied then, out of L2, where it was asked for a few
+tiles ago; while it comes, softmax gives the tile's P and the row sums, and P.V adds that tile's
+products.  P.V's warps convert it, before they write the item's rows.  What softmax does between the
+items' tiles, frames and sums of rows (mix16_frames.py), short lists wait for.
 
 Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
 the row sum live in frame ``m_ref``, which moves only when some value would pass 2^15, and then so

@@ -23,6 +23,7 @@ Timeline of tile i (one stage of the K ring)
     gather        | i+2 ...
     announcer     |  scales i+1 |
     softmax       | Q.K i: 7 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 | P i twice ->
+                    (of fewer rows 128 channels at once)
     P.V           | V^T of 16 channels | wait P i | (RoPE, 4 WGMMAs) | 2 WGMMAs, convert .. | free i
 
 Registers as mix16.py's.

@@ -3,7 +3,7 @@ pipeline ``mix16``.
 
 A token is 512 e4m3 channels with a power-of-two scale for each 32; roles and timeline are
 mix16_content.py's.  Two groups share the 64 channels of a unit of Q.K and of a P.V warp, so a
-product has two ratios.
+product has two ratios; of fewer rows a unit of Q.K is 128 channels, and has four.
 
 Scales are mix16_powers.py's, of sixteen groups.
 
