@@ -243,8 +243,10 @@ def plan_sparse_decode(
             device.
         pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``; None lets the dispatcher
             choose.
-        row_tile: query heads of a CTA (16, 32, 64); None lets the dispatcher choose, by measured
-            times (``snapmla.explain(num_heads, topk=...)`` lists the candidates).
+        row_tile: query heads of a CTA (16, 32, 64); None lets the dispatcher choose, by times
+            measured for calls of this size: query tokens, heads and entries.  With
+            ``fixed_split_tokens`` the size has no part in it.
+            ``snapmla.explain(num_heads, topk=...)`` lists the candidates.
         fixed_overhead: cost of starting an item, in tiles of 64 entries.
         fixed_split_tokens: batch-invariant mode, as in ``plan_decode``: each row is cut after so
             many entries, a multiple of 64, whatever else is in the batch.
