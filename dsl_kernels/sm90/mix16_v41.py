@@ -16,7 +16,7 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import cutlass.cute as cute
 
@@ -61,9 +61,11 @@ class V41Scales(PowerScales):
 class V41Softmax(ContentSoftmax):
     """The softmax warpgroup: one chain for any number of rows, two or four groups a unit."""
 
+    unit_steps: ClassVar[dict[int, int]] = UNIT_STEPS
+
     def __init__(self, parts: V41Parts):
         super().__init__(parts)
-        self.few_rows, steps = False, UNIT_STEPS[parts.rows]
+        self.few_rows, steps = False, self.unit_steps[parts.rows]
         self.units = [range(k, k + steps) for k in range(0, 2 * SCALES, steps)]
 
     def load_ratio(self, own, stage, token, unit: int, held=None):

@@ -13,7 +13,7 @@ Shared memory beside mix16_v41.py's: a limit a row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -35,7 +35,7 @@ from .mix16_content import ContentRows, budget_of, infeasible_because
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax
 from .mix16_parts import LINE
 from .mix16_powers import no_numbers
-from .mix16_v41 import QUADS, Mix16V41, V41Parts, V41Scales, V41Softmax
+from .mix16_v41 import QUADS, UNIT_STEPS, Mix16V41, V41Parts, V41Scales, V41Softmax
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -95,6 +95,8 @@ class PagedV41Parts(V41Parts):
 
 class PagedV41Softmax(PagedSoftmax, V41Softmax):
     """``V41Softmax`` of rows that see more or less of a sequence."""
+
+    unit_steps: ClassVar[dict[int, int]] = {**UNIT_STEPS, 16: 4}  # more spill 12 bytes
 
     def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):
         """As the base class', but a chunk's place is an XOR away from the first one's: a place for
