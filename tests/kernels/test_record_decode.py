@@ -26,6 +26,7 @@ from tests.support.paged_records import (
     assert_bits_of_lists,
     kernel_of,
     make_nan,
+    nan_cases,
 )
 
 pytestmark = needs_compiler
@@ -105,10 +106,7 @@ def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
     included, and no other row is; also of a token with some scales that are NaN, wherever a
     swizzle puts their channels."""
     spec, kernel = kernel_of(rows, cache=cache)
-    scale = FORMATS[cache].scale
-    assert scale is not None
-    some = tuple(g for g in (3, 6, 13) if g < scale.count)
-    for n, groups in ((70, None), (70, (2,)), (70, some), (65, some), (67, some), (72, some)):
+    for n, groups in nan_cases(cache):
         shape = PagedShape(2, 128, (n,), 64, 3, parts=1, row_tile=rows)
         job = PagedRecordJob(spec, shape)
         before = job.run(kernel)
