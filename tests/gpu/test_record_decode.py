@@ -28,6 +28,7 @@ from tests.support.paged_records import (
     assert_bits_of_lists,
     kernel_of,
     make_nan,
+    nan_cases,
 )
 
 pytestmark = pytest.mark.gpu
@@ -113,17 +114,18 @@ def test_bytes_of_nobody(cache: str, rows: int) -> None:
 
 @EVERY
 def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
-    """The last token as append writes what is not finite: the rows that see it, no others."""
+    """The last token as append writes what is not finite, or some of its groups: the rows that see
+    it, no others."""
     spec, kernel = kernel_of(rows, "cuda", cache=cache)
-    job = PagedRecordJob(
-        spec, PagedShape(4, 128, (70,), 64, 3, parts=1, row_tile=rows), device="cuda"
-    )
-    before = job.run(kernel)
-    make_nan(job, 69)
-    out, lse = job.run(kernel)
-    assert torch.isnan(out[0, 2]).all() and torch.isnan(lse[0, :, 2]).all()
-    assert torch.equal(out[0, :2], before[0][0, :2])
-    assert torch.equal(lse[0, :, :2], before[1][0, :, :2])
+    for n, groups in nan_cases(cache):
+        shape = PagedShape(4, 128, (n,), 64, 3, parts=1, row_tile=rows)
+        job = PagedRecordJob(spec, shape, device="cuda")
+        before = job.run(kernel)
+        make_nan(job, n - 1, groups)
+        out, lse = job.run(kernel)
+        assert torch.isnan(out[0, 2]).all() and torch.isnan(lse[0, :, 2]).all()
+        assert torch.equal(out[0, :2], before[0][0, :2])
+        assert torch.equal(lse[0, :, :2], before[1][0, :, :2])
 
 
 @pytest.mark.parametrize(("heads", "rows"), HEADS)

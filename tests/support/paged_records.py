@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.families.formats import FORMATS as FORMATS_OF
 from dsl_kernels.families.record_decode import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache, runtime
@@ -89,6 +90,15 @@ def assert_bits_of_lists(
         assert torch.equal(out, want) and torch.equal(lse, want_lse), shape
         errors = job.errors((out, lse))
         assert errors.right, f"{shape}: {errors}"
+
+
+def nan_cases(cache: str) -> list[tuple[int, Sequence[int] | None]]:
+    """Tokens of a sequence, and which groups of the last one are NaN, None for all of it: some in
+    the middle of a line, of tokens that a swizzle treats differently."""
+    scale = FORMATS_OF[cache].scale
+    assert scale is not None
+    some = [g for g in (3, 6, 13) if g < scale.count]
+    return [(70, None), (70, [2]), (70, some), (65, some), (67, some), (72, some)]
 
 
 def make_nan(job: PagedRecordJob, place: int, groups: Sequence[int] | None = None) -> None:
