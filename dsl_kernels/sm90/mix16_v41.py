@@ -19,12 +19,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
 
 from ..cache_records import v41
 from ..cache_records.v41 import GROUP, SCALES
+from ..common.gather import CHUNK
 from ..common.gather_v4 import TwoLists
 from ..common.gather_v41 import GatherV41
-from ..common.types import U32
+from ..common.types import U16, U32
+from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.two_list_entry import TwoListEntry, fake_args
 from . import mix16
@@ -36,6 +39,7 @@ from .mix16_content import (
     budget_of,
     infeasible_because,
 )
+from .mix16_parts import LINE
 from .mix16_powers import PowerScales
 from .mix16_pv import VTile
 
@@ -82,6 +86,21 @@ class V41Softmax(ContentSoftmax):
     def ratio_of(self, ratio, x: int):
         """Those of a unit's 32 channels from 32 ``x`` on."""
         return [words[x] for words in ratio]
+
+    def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):
+        """As the base class', but a chunk's place is an XOR away from the first one's: a place for
+        each would be kept in a register for all tiles, and there is none."""
+        ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
+        row, raws = wwarp * 16 + lane % 16, []
+        line = st.kc.data_ptr().toint() + stage * (TILE * D) + ahead + row * LINE
+        first = line + ((lane // 16) ^ (row % 8)) * CHUNK
+        for chunk in self.units[unit][::2]:  # of 16 channels
+            at = (first ^ (chunk % 8 * CHUNK)) + chunk // 8 * (TILE * LINE)
+            source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
+            loaded = cute.make_rmem_tensor((8,), U16)
+            cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
+            raws.append(cute.recast_tensor(loaded, U32))
+        return raws
 
 
 class V41Parts(ContentParts):

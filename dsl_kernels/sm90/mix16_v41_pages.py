@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, ClassVar
 import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
-from cutlass.cute.nvgpu import warp
 
 from .. import compat
 from ..cache_records import v41
 from ..cache_records.v41 import GROUP
-from ..common.gather import CHUNK
 from ..common.gather_pages import AnyPages
 from ..common.gather_pages_v41 import GatherPagesV41
-from ..common.types import U8, U16, U32
+from ..common.types import U8, U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
@@ -97,21 +95,6 @@ class PagedV41Softmax(PagedSoftmax, V41Softmax):
     """``V41Softmax`` of rows that see more or less of a sequence."""
 
     unit_steps: ClassVar[dict[int, int]] = {**UNIT_STEPS, 16: 4}  # more spill 12 bytes
-
-    def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):
-        """As the base class', but a chunk's place is an XOR away from the first one's: a place for
-        each would be kept in a register for all tiles, and there is none."""
-        ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
-        row, raws = wwarp * 16 + lane % 16, []
-        line = st.kc.data_ptr().toint() + stage * (TILE * D) + ahead + row * LINE
-        first = line + ((lane // 16) ^ (row % 8)) * CHUNK
-        for chunk in self.units[unit][::2]:  # of 16 channels
-            at = (first ^ (chunk % 8 * CHUNK)) + chunk // 8 * (TILE * LINE)
-            source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
-            loaded = cute.make_rmem_tensor((8,), U16)
-            cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
-            raws.append(cute.recast_tensor(loaded, U32))
-        return raws
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
