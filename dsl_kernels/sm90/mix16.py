@@ -239,6 +239,7 @@ class Mix16(ProductsOfV, Drains):
             acc_O[d_block].fill(0.0)
         kst, pst = self.tiles(cta, acc_O, operands, half, (first, last), (kst, pst), offset, ends)
         self.parts.stamps.put(results, Stamp.PRODUCTS_END, (half == 0) & (i == turn))
+        self.align(acc_O[-1], half)  # while the next Q is on its way
         if const_expr(self.converts):
             self.convert(cta, qst, at, first >= last, items, half, wwarp)
             qst.advance()
@@ -265,7 +266,6 @@ class Mix16(ProductsOfV, Drains):
     @cute.jit
     def end_item(self, cta, acc_O, items, half, wwarp):
         """Rows of the ``items``-th item to memory, when their sums are there."""
-        self.align(acc_O[-1], half)
         INV_RING.wait_full(cta.st, 0, items & 1)
         slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
         self.write_rows(cta.st, cta.gmem.results, acc_O, slot, rows, half, INV_RING)
