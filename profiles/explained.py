@@ -27,10 +27,7 @@ EXPLAINED_OF = {
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
     "*_decode_mix16_r32_*": ("8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
-    "*_decode_mix16_r16_*": (
-        "4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
-        "1 x mbarrier.arrive.shared.b64 in mix16_softmax.py",
-    ),
+    "*_decode_mix16_r16_*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_r[36]*": ("1 x INV_RING.wait_full(cta.st, 0, items & 1)",),
     # whose second P.V warpgroup has code of its own, and no rows of Q to convert
@@ -47,6 +44,11 @@ EXPLAINED_OF = {
         "3 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
         "1 x wgmma.commit_group.sync.aligned in f16_softmax.py",
     ),
+    "*decode_f16_r32_*": (
+        "7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+        "1 x wgmma.commit_group.sync.aligned in f16_softmax.py",
+    ),
+    "sparse_decode_f16_r32_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
     "*decode_f16_r64_*": ("8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "mha_fwd_*": (
         "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",

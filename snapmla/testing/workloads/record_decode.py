@@ -18,7 +18,7 @@ from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import PAGE, Source
-from snapmla.testing.workloads.sparse_records import ORDER, records
+from snapmla.testing.workloads.sparse_records import ORDER, records, several_of_none
 
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3)}  # row tile: (heads, s_q)
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
@@ -54,6 +54,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     if spec.row_tile >= 32:
         ordered, parts = tuple(lengths[i] for i in ORDER), 2
     heads, s_q = SHAPES[spec.row_tile]
+    ordered = several_of_none(ordered)
     width = -(-max(lengths) // 53) + 1
     shape = PagedShape(
         heads, width * 53, ordered, 53, s_q, layout="packed", style="swings", parts=parts,

@@ -52,7 +52,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     if spec.pipeline == sparse_records.PIPELINE:
         return sparse_records.job_of(spec, lengths, planner)
     ordered, parts = tuple(lengths), 3
-    if spec.row_tile == 64:
+    if spec.row_tile == 64 or (spec.pipeline, spec.row_tile) == ("f16", 32):
         ordered, parts = tuple(lengths[i] for i in sparse_records.ORDER), 2
     shape = SparseShape(
         HEADS[spec.row_tile][1], max(lengths), ordered, 53, layout="packed", sink=True,

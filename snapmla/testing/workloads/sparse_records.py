@@ -33,6 +33,12 @@ PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
 ORDER = (3, 1, 2, 0, 4)
 
 
+def several_of_none(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Three of none for each: of several, one behind another, P.V's warps could convert a Q before
+    softmax has heard of the last one."""
+    return tuple(n for length in lengths for n in ((length,) if length else (0, 0, 0)))
+
+
 def shapes(spec: VariantSpec) -> tuple[RecordShape, ...]:
     """Small calls: splits, several query tokens and sinks; one tile or less; ragged queries; scales
     of every kind."""
@@ -60,6 +66,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     ordered, parts = tuple(lengths), 3
     if spec.row_tile >= 32:
         ordered, parts = tuple(lengths[i] for i in ORDER), 2
+    ordered = several_of_none(ordered)
     shape = RecordShape(
         HEADS[spec.row_tile][1], max(lengths), ordered, 53, layout="packed", sink=True,
         style="swings", parts=parts,
