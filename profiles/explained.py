@@ -31,7 +31,10 @@ EXPLAINED_OF = {
     "*_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "*_decode_mix16_r[36]*": ("1 x INV_RING.wait_full(cta.st, 0, items & 1)",),
     # whose second P.V warpgroup has code of its own, and no rows of Q to convert
-    "record_decode_mix16_r[13]*": ("1 x cta.q_pipe.consumer_wait(qst)",),
+    "record_decode_mix16_r[13]*": (
+        "1 x cta.q_pipe.consumer_wait(qst)",
+        "7 x wgmma.commit_group.sync.aligned in mix16_pv.py:",
+    ),
     "*_kvfp8_nope_*": WITHOUT_ROPE,
     "*_decode_mix16_*_kvfp8_v41_*": WITHOUT_ROPE,
     # 64 channels at once: eight groups
