@@ -93,13 +93,18 @@ class LimitedRows(QueryRows):
             st.limits.get_tensor(cute.make_layout(size))[row_position(row, self.rows)] = limit
 
 
-class PagedScales(RecordScales):
-    """``RecordScales`` of tokens that not all rows see."""
+class Quiet:
+    """What makes scales those of tokens that not all rows see: in front of them among a class'
+    bases.  Whoever mixes it in has ``_quiet(st, stage)``, zeros for what is not finite."""
 
     def _make(self, st, stage, named, top):
         top = super()._make(st, stage, named, top)
         self._quiet(st, stage)
         return top
+
+
+class PagedScales(Quiet, RecordScales):
+    """``RecordScales`` of tokens that not all rows see."""
 
     @cute.jit
     def _quiet(self, st, stage):

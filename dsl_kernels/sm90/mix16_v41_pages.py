@@ -30,7 +30,7 @@ from ..dims import TOKEN_TILE as TILE
 from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from .decode import Decode
 from .mix16_content import ContentRows, budget_of, infeasible_because
-from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax
+from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, Quiet
 from .mix16_parts import LINE
 from .mix16_powers import no_numbers
 from .mix16_v41 import QUADS, UNIT_STEPS, Mix16V41, V41Parts, V41Scales, V41Softmax
@@ -46,13 +46,8 @@ class LimitedV41Rows(LimitedRows, ContentRows):
     """``LimitedRows`` of content alone."""
 
 
-class PagedV41Scales(V41Scales):
+class PagedV41Scales(Quiet, V41Scales):
     """``V41Scales`` of tokens that not all rows see."""
-
-    def _make(self, st, stage, named, top):
-        top = super()._make(st, stage, named, top)
-        self._quiet(st, stage)
-        return top
 
     @cute.jit
     def _quiet(self, st, stage):

@@ -27,7 +27,7 @@ from ..dims import TOKEN_TILE as TILE
 from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from . import mix16_v4
 from .decode import Decode, infeasible
-from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
+from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, Quiet, claiming
 from .mix16_powers import no_numbers
 from .mix16_v4_parts import LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
 
@@ -58,13 +58,8 @@ class LimitedV4Rows(LimitedRows, V4QueryRows):
     """``LimitedRows`` of 448 channels of content."""
 
 
-class PagedV4Scales(V4Scales):
+class PagedV4Scales(Quiet, V4Scales):
     """``V4Scales`` of tokens that not all rows see."""
-
-    def _make(self, st, stage, named, top):
-        top = super()._make(st, stage, named, top)
-        self._quiet(st, stage)
-        return top
 
     @cute.jit
     def _quiet(self, st, stage):

@@ -6,15 +6,19 @@ To the judge they are sparse decodes (record_job.py): a query token names the to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
+from snapmla import byte_cache
 from snapmla.testing.byte_records import quantize_tokens
+from snapmla.testing.dense_job import DenseErrors
 from snapmla.testing.record_job import RecordJob, RecordShape, poisoned_rows
+from snapmla.testing.record_reference import RecordCall
 from snapmla.testing.reference_plan import Queries
 from snapmla.testing.sparse_job import HEAD_SCALE, INT_MAX
 from snapmla.testing.workloads.call import DTYPES, NATURAL
@@ -37,11 +41,13 @@ class PagedShape(RecordShape):
         row_tile: of the variant, whose multiple a unit's rows are.
         causal: whether a query token sees no later one.
         holes: pages, sequence and place of each, that the pool does not have.
+        nan_last: sequences whose last token is as append writes what is not finite.
     """
 
     row_tile: int = 64
     causal: bool = True
     holes: tuple[tuple[int, int], ...] = ()
+    nan_last: tuple[int, ...] = ()
 
     @property
     def begin(self) -> list[int]:
@@ -125,6 +131,23 @@ class PagedRecordJob(RecordJob):
             slots[size * j : size * (j + 1)] = INT_MAX
             self.table[i, j] = (self.cache.shape[0], *ABSURD_PAGES)[j % 3]
         self.indices[slice(*shape.begin[i : i + 2]), :n] = slots.int()
+        if i in shape.nan_last:
+            self.make_nan(int(slots[-1]))
+
+    def make_nan(self, slot: int, groups: Sequence[int] | None = None) -> None:
+        """A token as append writes what is not finite; or some of its groups."""
+        content, rope, scale = byte_cache.fields_of(self.record, self.cache[:, :, None])
+        page, offset = divmod(slot, self.shape.page_size)
+        assert self.record.scale is not None
+        for g in range(self.record.scale.count) if groups is None else groups:
+            own = slice(self.record.group * g, self.record.group * (g + 1))
+            content[page, offset, own].view(torch.uint8).fill_(0x7F)
+            if self.record.powers:
+                scale[page, offset].view(torch.uint8)[g] = 255
+            else:
+                scale[page, offset, g] = math.nan
+        if groups is None:
+            rope[page, offset] = math.nan
 
     # ---------------------------------------------------------------- calls
 
@@ -144,3 +167,23 @@ class PagedRecordJob(RecordJob):
             "causal": int(shape.causal), **NATURAL,
             "may_split": int(self.plan.split_begin[-1] > 0),
         }  # fmt: skip
+
+    # ---------------------------------------------------------------- truth
+
+    def _errors(self, call: RecordCall, out: Tensor, lse: Tensor) -> DenseErrors:
+        """As the base class', of query tokens that see what is finite; of the others ``out`` and
+        the LSE are NaN, or count as ``outside``."""
+        begin, counts = self.shape.begin, call.counts
+        sees = torch.zeros(len(counts), dtype=torch.bool)
+        for i in self.shape.nan_last:
+            own = slice(begin[i], begin[i + 1])
+            sees[own] = counts[own] >= min(self.shape.lengths[i], self.shape.topk)
+        if not sees.any():
+            return super()._errors(call, out, lse)
+        kept = {name: getattr(call, name)[~sees] for name in ("q", "indices", "counts")}
+        errors = super()._errors(call._replace(**kept), out[~sees], lse[:, ~sees])
+        finite = int((~out[sees].isnan()).sum()) + int((~lse[:, sees].isnan()).sum())
+        where = (f"{finite} numbers of rows that see what is none",) if finite else ()
+        return replace(
+            errors, outside=errors.outside + finite, where=(*errors.where, *where)
+        )  # fmt: skip

@@ -258,12 +258,16 @@ class RecordJob(SparseJob):
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:  # type: ignore[override]
         """What ``run`` returned, natural LSE, by ``record_errors``."""
-        call, shape = self.call(), self.shape
+        call = self.call()
         n = len(call.q)
         out, lse = result[0].flatten(0, 1)[:n], result[1].transpose(0, 1).flatten(1)[:, :n]
+        return self._errors(call, out, lse)
+
+    def _errors(self, call: RecordCall, out: Tensor, lse: Tensor) -> DenseErrors:
+        """Of the query tokens of ``call``, (tokens, h, 512) and (h, tokens)."""
         return record_errors(
-            self.spec, call, out, lse, plain=shape.style == "plain",
-            powers=shape.powers or self.record.powers,
+            self.spec, call, out, lse, plain=self.shape.style == "plain",
+            powers=self.shape.powers or self.record.powers,
         )  # fmt: skip
 
 

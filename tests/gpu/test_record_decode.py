@@ -27,7 +27,6 @@ from tests.support.paged_records import (
     TILES,
     assert_bits_of_lists,
     kernel_of,
-    make_nan,
     nan_cases,
 )
 
@@ -121,7 +120,7 @@ def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
         shape = PagedShape(4, 128, (n,), 64, 3, parts=1, row_tile=rows)
         job = PagedRecordJob(spec, shape, device="cuda")
         before = job.run(kernel)
-        make_nan(job, n - 1, groups)
+        job.make_nan(int(job.indices[0, n - 1]), groups)
         out, lse = job.run(kernel)
         assert torch.isnan(out[0, 2]).all() and torch.isnan(lse[0, :, 2]).all()
         assert torch.equal(out[0, :2], before[0][0, :2])

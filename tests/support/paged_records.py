@@ -15,7 +15,7 @@ from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.families.formats import FORMATS as FORMATS_OF
 from dsl_kernels.families.record_decode import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache, runtime
+from snapmla import runtime
 from snapmla.testing import selfcheck
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
 from snapmla.testing.plan_tables import PlanTables
@@ -99,20 +99,3 @@ def nan_cases(cache: str) -> list[tuple[int, Sequence[int] | None]]:
     assert scale is not None
     some = [g for g in (3, 6, 13) if g < scale.count]
     return [(70, None), (70, [2]), (70, some), (65, some), (67, some), (72, some)]
-
-
-def make_nan(job: PagedRecordJob, place: int, groups: Sequence[int] | None = None) -> None:
-    """A token of the first sequence as append writes what is not finite; or some of its groups."""
-    record, slot = job.record, int(job.indices[0, place])
-    content, rope, scale = byte_cache.fields_of(record, job.cache[:, :, None])
-    page, offset = divmod(slot, job.shape.page_size)
-    assert record.scale is not None
-    for g in range(record.scale.count) if groups is None else groups:
-        own = slice(record.group * g, record.group * (g + 1))
-        content[page, offset, own].view(torch.uint8).fill_(0x7F)
-        if record.powers:
-            scale[page, offset].view(torch.uint8)[g] = 255
-        else:
-            scale[page, offset, g] = math.nan
-    if groups is None:
-        rope[page, offset] = math.nan

@@ -49,16 +49,19 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 
 def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
-    """A ``PagedRecordJob`` behind the planning kernel: swinging logits, splits."""
+    """A ``PagedRecordJob`` behind the planning kernel: swinging logits, splits, and last tokens
+    that are not finite, which one query token sees: of the longest even and odd length, as a lane
+    of the announcer has an even and an odd token."""
     ordered, parts = tuple(lengths), 3
     if spec.row_tile >= 32:
         ordered, parts = tuple(lengths[i] for i in ORDER), 2
     heads, s_q = SHAPES[spec.row_tile]
     ordered = several_of_none(ordered)
+    longest = (max((n for n in ordered if n % 2 == odd), default=0) for odd in range(2))
     width = -(-max(lengths) // 53) + 1
     shape = PagedShape(
         heads, width * 53, ordered, 53, s_q, layout="packed", style="swings", parts=parts,
-        row_tile=spec.row_tile,
+        row_tile=spec.row_tile, nan_last=tuple(ordered.index(n) for n in longest if n),
     )  # fmt: skip
     job = PagedRecordJob(spec, shape, planner=planner)
     return Job(job.run, job.errors)
