@@ -41,6 +41,11 @@ EXPLAINED_OF = {
     "record_decode_mix16_r16_*_kvfp8_v41_*": (
         "3 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
     ),
+    # whose P.V has a file of its own, and RoPE's product in front of the second warpgroup's others
+    "*_decode_mix16_*_kvfp8_v4_*": (
+        "13 x wgmma.commit_group.sync.aligned in mix16_v4_pv.py",
+        "1 x wgmma.fence.sync.aligned in mix16_v4_pv.py",
+    ),
     "*_decode_mix16_*": CONVERTED,
     "*decode_f16_*": CONVERTED,
     "*decode_f16_r16_*": (
