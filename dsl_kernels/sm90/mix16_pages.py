@@ -94,8 +94,8 @@ class LimitedRows(QueryRows):
 
 
 class Quiet:
-    """What makes scales those of tokens that not all rows see: in front of them among a class'
-    bases.  Whoever mixes it in has ``_quiet(st, stage)``, zeros for what is not finite."""
+    """Mixin in front of a class of scales, for tokens that not all rows see: when a tile's scales
+    are made, ``_quiet(st, stage)`` of whoever mixes it in clears V of what is not finite."""
 
     def _make(self, st, stage, named, top):
         top = super()._make(st, stage, named, top)

@@ -46,7 +46,7 @@ from .decode import Decode, infeasible
 from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
 from .mix16_v4_pv import BLOCK, ProductsOfV4
 from .mix16_v4_stamps import StampedProducts
-from .roles import INV_RING, Layouts
+from .roles import FEW_ROWS, INV_RING, Layouts
 from .softmax_role import P_RING, P_STAGES
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def feasible(spec: VariantSpec) -> str | None:
         return "mix16 has a P of 16 bits: one term"
     if only_of(spec) != "all":
         return "mix16 over V4's pages has no builds for bounds of time"
-    if spec.out_dtype != "bf16":
-        return "mix16 over V4's pages writes BF16: stores of 16 bytes, and partial rows of fp16"
+    if spec.out_dtype != "bf16" and spec.row_tile > FEW_ROWS:
+        return "mix16 over V4's pages with 64 rows writes BF16: a lane stores one block's channels"
     return infeasible(spec, 2, budget(spec))
 
 

@@ -8,10 +8,11 @@ say:
 
     Spread      16 and 32 rows: block d is 64 neighbours, whose scale all warps share.  A thread
                 stores the pairs it has
-    Neighbours  64 rows: a warp's channels of content are neighbours, 64 of the first half, 48 of
-                the second, and its stores of 16 bytes fill whole lines of a row, or most of one.
-                With Spread they touch 32 bytes of four lines each, and what softmax wants of
-                shared memory waits behind them: an item of two tiles took 13 % longer
+    Neighbours  64 rows: a warp's channels of content are neighbours.  Its stores of 16 bytes fill
+                whole lines of a row in the first half, parts of two or three lines in the second.
+                With Spread a row's store touches 32 bytes of each of four lines, and what softmax
+                wants of shared memory waits behind them: calls of two tiles an item took 9 to 11 %
+                longer
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ class Tile(NamedTuple):
 
     Attributes:
         base: pointer to the tile's first byte.
-        places: of ``Spread.places`` or ``Neighbours.places``.
+        places: where the lane's first matrix rows of V^T lie: of ``Spread.places`` or
+            ``Neighbours.places``.
         stage: of the ring.
         half: which; an int.
-        wwarp: of the warpgroup.
+        wwarp: number of the warp in its warpgroup.
     """
 
     base: Any
@@ -84,7 +86,7 @@ class Stores(NamedTuple):
     """How a thread stores a row: as ``write_rows`` of common/epilogue.py wants it.
 
     Attributes:
-        channel: its first.
+        channel: its first; of stores that are woven, less the lane's share of the weave.
         step: channels from a block of the warp's to the next.
         shared, woven: a ``Shared``, a ``Woven`` or None.
     """
@@ -139,12 +141,13 @@ class Neighbours:
 
     @staticmethod
     def chunk(wwarp, d: int):
-        """Of the second half's 16 channels each, the warp's ``d``-th."""
+        """Number of the warp's ``d``-th block among the second half's twelve times 16 channels of
+        content."""
         return (BLOCKS - 1) * wwarp + d
 
     def places(self, half: int, wwarp, lane):
-        """Where the lane's first matrix row of V^T lies: of the first half one for all blocks, of
-        the second, whose warps go from lines to half lines anywhere, one for each."""
+        """Where the lane's first matrix row of V^T lies: in the first half one place for all
+        blocks, in the second one for each, as a block lies in lines or in half lines."""
         if half == 0:
             return (transpose.own_offset(wwarp, lane),)
         places = []
@@ -168,9 +171,10 @@ class Neighbours:
 
     @staticmethod
     def stores(half, wwarp, lane) -> Stores:
-        """Of a thread; a lane stores what belongs to one block."""
+        """Of a thread.  A lane stores what belongs to one block, and its channel says where RoPE's
+        lies, no multiple of the step: right for results of 16 bits alone (``feasible``)."""
         own, block = half * (D // 2) + wwarp * (64 - 16 * half), lane // 4 % 4
-        rope = half * (C + 16 * wwarp - (own + 48))  # farther than a fourth block of content
+        rope = half * (C + 16 * wwarp - (own + 48))  # from where a fourth block would lie
         own = own + Int32(cutlass.select_(block == BLOCKS - 1, rope, 0))
         # the warp's four times 16 channels share an exponent, which four lanes of a row write
         shared = Shared((4, 8, 16), own + 16 * block, 1, lane < 16)
@@ -207,7 +211,7 @@ class ProductsOfV4(mix16.Mix16):
 
     @staticmethod
     def own_offset(wwarp):
-        """Nothing: ``tiles`` knows which half it is."""
+        """Nothing: places depend on the half, which ``tiles`` knows when it is compiled."""
         return ()
 
     def places(self, half: int, wwarp):
@@ -339,10 +343,10 @@ class ProductsOfV4(mix16.Mix16):
         else:
             for x in cutlass.range_constexpr(self.rows_cta // 4):
                 v = 4 * (x // 2) + x % 2
-                last[v], last[v + 2] = self.neighbours(last[v], last[v + 2], lane)
+                last[v], last[v + 2] = self.as_pairs(last[v], last[v + 2], lane)
 
     @staticmethod
-    def neighbours(low, high, lane):
+    def as_pairs(low, high, lane):
         """Channels 2 g and 2 g + 1 of lanes that have g (``low``) and g + 8 (``high``)."""
         upper, out = lane >= 16, []
         for e in range(2):

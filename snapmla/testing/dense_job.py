@@ -55,7 +55,8 @@ class DenseErrors:
 
     Attributes:
         outside: elements of out and lse outside of FlashMLA's gates, or NaN or infinite where the
-            reference is not; of the LSE's, those that their logits' condition does not make right.
+            reference is not, or not NaN where it is; of the LSE's, those that their logits'
+            condition does not make right.
         by_condition: elements of the LSE that this condition alone makes right (``LSE_CONDITION``);
             ``by_condition_allowed`` may be.
         cosine: 1 - cosine of the output.

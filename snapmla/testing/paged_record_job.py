@@ -41,7 +41,9 @@ class PagedShape(RecordShape):
         row_tile: of the variant, whose multiple a unit's rows are.
         causal: whether a query token sees no later one.
         holes: pages, sequence and place of each, that the pool does not have.
-        nan_last: sequences whose last token is as append writes what is not finite.
+        nan_last: sequences whose last token is as append writes what is not finite.  Results are
+            infinite then before a call, as rows that see the token must be NaN behind it; a
+            partial row of theirs that is missing is NaN, too, and is not noticed.
     """
 
     row_tile: int = 64
@@ -152,15 +154,15 @@ class PagedRecordJob(RecordJob):
     # ---------------------------------------------------------------- calls
 
     def arguments(self) -> dict[str, Any]:
-        """Of one call, into fresh NaN-filled buffers."""
+        """Of one call, into fresh buffers without a number."""
         shape, rows = self.shape, self.shape.queries.unit_rows
-        b_q = self.q16.shape[0]
-        out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), math.nan)
+        b_q, unwritten = self.q16.shape[0], math.inf if shape.nan_last else math.nan
+        out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), unwritten)
         slots = max(2 * shape.parts, self.plan.split_begin[-1])
         return {
             "q": self.q16, "cache": self.cache, "block_table": self.table,
             "cache_seqlens": self.lengths, "out": out.to(DTYPES[self.spec.out_dtype]),
-            "lse": torch.full((b_q, shape.heads, shape.s_q), math.nan),
+            "lse": torch.full((b_q, shape.heads, shape.s_q), unwritten),
             "o_accum": torch.full((slots, rows, PARTIAL_ROW), math.nan).half(),
             "lse_accum": torch.full((slots, rows), math.nan),
             **self._planned().arguments(), "softmax_scale": HEAD_SCALE,
@@ -182,8 +184,6 @@ class PagedRecordJob(RecordJob):
             return super()._errors(call, out, lse)
         kept = {name: getattr(call, name)[~sees] for name in ("q", "indices", "counts")}
         errors = super()._errors(call._replace(**kept), out[~sees], lse[:, ~sees])
-        finite = int((~out[sees].isnan()).sum()) + int((~lse[:, sees].isnan()).sum())
-        where = (f"{finite} numbers of rows that see what is none",) if finite else ()
-        return replace(
-            errors, outside=errors.outside + finite, where=(*errors.where, *where)
-        )  # fmt: skip
+        wrong = int((~out[sees].isnan()).sum()) + int((~lse[:, sees].isnan()).sum())
+        where = (f"{wrong} numbers where NaN was due",) if wrong else ()
+        return replace(errors, outside=errors.outside + wrong, where=(*errors.where, *where))

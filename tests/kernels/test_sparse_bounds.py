@@ -84,3 +84,12 @@ def test_who_has_none(axes: dict[str, str]) -> None:
     values = {"pipeline": "mix16", "row_tile": 64, "out_dtype": "bf16", **axes}
     spec = VariantSpec(op="sparse_decode", only="gather", **values)  # type: ignore[arg-type]
     assert "no builds for bounds of time" in str(registry.feasible(spec))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "refused"), [(16, False), (64, True)])
+def test_which_results_v4_has(rows: int, refused: bool) -> None:
+    """With 64 rows a lane stores 16 bytes of BF16; fp32 would need RoPE's channels elsewhere."""
+    values = {"row_tile": rows, "out_dtype": "f32", "cache_dtype": "fp8_v4"}
+    spec = VariantSpec(op="sparse_decode", pipeline="mix16", **values)  # type: ignore[arg-type]
+    assert ("writes BF16" in str(registry.feasible(spec))) == refused
