@@ -24,16 +24,18 @@ from snapmla.checks.decode_call import (
 )
 from snapmla.decode_plan import DecodePlan, PlanVariant
 from snapmla.decode_plan.choices import choices
+from snapmla.decode_plan.witness import Witness, check_witness, compared, no_offsets
 from snapmla.quant import QuantizedQuery, as_batch
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.rows_plan import SparseRowsPlan
 
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
-# of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline
+# of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline,
+# witness
 Call = tuple[
     Any, PagedKVCache, Any, Any, Any, torch.Tensor | None, torch.Tensor | None,
-    Options, torch.dtype | None, str | None,
+    Options, torch.dtype | None, str | None, Witness | None,
 ]  # fmt: skip
 
 
@@ -50,8 +52,8 @@ class Prepared:
     out_strides: tuple[int, ...]
     lse_shape: tuple[int, ...]
     lse_strides: tuple[int, ...]
-    tables: tuple[Any, ...]  # arguments between lengths and results
-    rest: tuple[Any, ...]  # arguments behind the results
+    tables: tuple[Any, ...]  # arguments between lengths and results, of calls without a witness
+    rest: tuple[Any, ...]  # arguments behind the results but the last, ``witness``
 
     @staticmethod
     def of(plan: DecodePlan, options: Options, dtype: torch.dtype) -> Prepared | None:
@@ -63,7 +65,7 @@ class Prepared:
         empty, out_strides, lse_strides = plan._empty
         return Prepared(
             plan.place, plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape,
-            out_strides, plan.lse_shape, lse_strides, tuple(tables),
+            out_strides, plan.lse_shape, lse_strides, (*tables, no_offsets(plan.device)),
             (o_accum, lse_accum, *numbers, plan.merges),
         )  # fmt: skip
 
@@ -92,6 +94,8 @@ def decode(
     indices: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    row_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V over each sequence's cached tokens, where V is the latent.
 
@@ -139,6 +143,13 @@ def decode(
         attn_sink: float32 (h,), with ``indices``: a logit a head that weighs in ``out`` and has no
             value, of natural units: out is multiplied by 1 / (1 + exp(sink - lse)).  ``lse`` is
             without it.
+        cu_seqlens_q: a witness of a plan for ragged queries: int32 (b + 1,), this step's own
+            offsets.  A query token whose request, place in it or length the plan knows otherwise
+            gets NaN in ``out`` and ``lse``, never another request's values; so does a token before
+            ``cu_seqlens_q[b]`` that the plan does not know.
+        row_seqlens: a witness of a plan with ``row_seqlens`` (with ``indices``: with
+            ``row_lengths``), of the same shape: it is read in place of the plan's copy, and tokens
+            that see more than their tiles in the plan get NaN.  Without a plan it is planned by.
 
     Returns:
         (out, lse).
@@ -155,12 +166,14 @@ def decode(
             q, cache, indices, softmax_scale=softmax_scale, topk_length=topk_length,
             attn_sink=attn_sink, plan=plan, out=out, lse=lse, lse_base=lse_base,
             empty_lse=empty_lse, out_dtype=out_dtype, pipeline=pipeline,
+            witness=Witness.of(cu_seqlens_q, row_seqlens),
         )  # fmt: skip
     if topk_length is not None or attn_sink is not None:
         _refuse_without_indices(topk_length)
     call: Call = (
         q, cache, block_table, cache_seqlens, plan, out, lse,
         (softmax_scale, causal, lse_base, empty_lse), out_dtype, pipeline,
+        None if cu_seqlens_q is row_seqlens is None else Witness(cu_seqlens_q, row_seqlens),
     )  # fmt: skip
     return calls.run(_DECODE, plan if pipeline is None else None, call)
 
@@ -171,7 +184,7 @@ def _refuse_without_indices(topk_length: object) -> None:
 
 
 def _parts(call: Call) -> calls.Parts:
-    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
+    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _, witness = call
     content, rope, token_scale = cache.asks
     rows = q.__class__ is _Tensor
     query, place = (q, 0) if rows else (q.nope_u8, q.place)
@@ -186,11 +199,16 @@ def _parts(call: Call) -> calls.Parts:
             tensors = (*tensors, lse if out is None else out)
         else:
             tensors = block_table, cache_seqlens, out, lse
+    there = None
+    if witness is not None:
+        given = witness.tensors
+        tensors, where = (*tensors, *given), (where, *[tensor.data_ptr() for tensor in given])
+        there = witness.cu_seqlens_q is None, witness.row_seqlens is None
     return (
         (*tensors, q) if rows else tensors,
         (
             options, options[0].__class__, options[1].__class__, out_dtype, out is None,
-            lse is None, rows,
+            lse is None, rows, there,
         ),
         where,
     )  # fmt: skip
@@ -198,7 +216,7 @@ def _parts(call: Call) -> calls.Parts:
 
 def _places(call: Call, _: object) -> calls.Groups | None:
     """Of a query and a cache that are the plan's, and with it have the memory that they had."""
-    q, cache, block_table, cache_seqlens, plan, out, lse, *_ = call
+    q, cache, block_table, cache_seqlens, plan, out, lse, *_, witness = call
     if not tracing.plain(q, cache, plan):  # what has no memory is never known
         return None
     rows = isinstance(q, torch.Tensor)
@@ -215,14 +233,18 @@ def _places(call: Call, _: object) -> calls.Groups | None:
         return None
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     query = (overlap.span(q),) if rows else q.spans
-    tables = overlap.span(block_table), overlap.span(cache_seqlens)
+    own = () if witness is None else witness.tensors
+    tables = [overlap.span(table) for table in (block_table, cache_seqlens, *own)]
     return *results, (*query, *cache.spans, *plan.spans, *tables)
 
 
 def _checked(call: Call) -> Call:
-    q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline = call
-    plan = checked(q, cache, table, lengths, plan, out, lse, out_dtype, pipeline, causal=options[1])
-    return q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline
+    q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline, witness = call
+    plan = checked(
+        q, cache, table, lengths, plan, out, lse, out_dtype, pipeline, causal=options[1],
+        witness=witness,
+    )  # fmt: skip
+    return q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline, witness
 
 
 def launch_checked(
@@ -233,13 +255,17 @@ def launch_checked(
     Returns:
         (out, lse); and what calls of its kind launch.
     """
-    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
+    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _, witness = call
     query = (q,) if isinstance(q, _Tensor) else q.arguments
     read = cache.decode_arguments
     if isinstance(ready, Prepared):
-        return run_prepared(ready, query, read, block_table, cache_seqlens, out, lse), ready
+        return run_prepared(
+            ready, query, read, block_table, cache_seqlens, out, lse, witness
+        ), ready  # fmt: skip
     dtype = out_dtype or plan.variant.out_dtypes[0]
-    made = run_plan(query, read, block_table, cache_seqlens, plan, out, lse, dtype, options)
+    made = run_plan(
+        query, read, block_table, cache_seqlens, plan, out, lse, dtype, options, witness
+    )
     if ready is None:
         ready = Prepared.of(plan, options, dtype if out is None else out.dtype)
         ready = ready or Unprepared(plan.place)
@@ -254,6 +280,7 @@ def run_prepared(
     cache_seqlens: torch.Tensor,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    witness: Witness | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``run_plan`` of a call like one that it ran.
 
@@ -265,7 +292,16 @@ def run_prepared(
     if lse is None:
         lse = prepared.empty(prepared.lse_shape, prepared.lse_strides, torch.float32)
     kernel = prepared.kernels.get(prepared.dtype) or prepared.variant.kernel(prepared.dtype)
-    kernel(*query, *cache, block_table, cache_seqlens, *prepared.tables, out, lse, *prepared.rest)
+    if witness is None:
+        kernel(
+            *query, *cache, block_table, cache_seqlens, *prepared.tables, out, lse,
+            *prepared.rest, 0,
+        )  # fmt: skip
+    else:
+        tables = compared(prepared.tables, witness)
+        kernel(
+            *query, *cache, block_table, cache_seqlens, *tables, out, lse, *prepared.rest, 1
+        )  # fmt: skip
     return out, lse
 
 
@@ -279,6 +315,7 @@ def run_plan(
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     options: tuple[float, bool, str, str],
+    witness: Witness | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocates results that are not given and launches.
 
@@ -287,6 +324,7 @@ def run_plan(
             for what the exported function checks.
         out_dtype: of an allocated ``out``, bfloat16 if None.
         options: softmax_scale, causal, lse_base, empty_lse as in ``decode``; checked.
+        witness: checked.
     """
     softmax_scale, causal, lse_base, empty_lse = options
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
@@ -301,28 +339,30 @@ def run_plan(
     if plan.idle:
         return out, lse
     if plan.check_stale:
-        plan.check(cache_seqlens)
+        plan.check(cache_seqlens, *(witness or ()))
     if plan.as_given:
         launch_decode(
             query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.merges,
-            (out, lse), numbers,
+            (out, lse), numbers, witness,
         )  # fmt: skip
         return out, lse
-    moved = None
+    moved, own = None, witness
     if plan.regroups:
         moved = kv_heads.regroup(plan, query[0], block_table, cache_seqlens, out, lse)
         query, results = (moved.q,), (moved.out, moved.lse)
         block_table, cache_seqlens = moved.block_table, moved.cache_seqlens
+        own = kv_heads.witness(plan, witness)
     else:
         results = out.unsqueeze(0), lse.unsqueeze(0)
         if len(query) == 1:
             query = (query[0].unsqueeze(0),)
     launch_decode(
         query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.merges,
-        results, numbers,
+        results, numbers, own,
     )  # fmt: skip
     if moved is not None:
         kv_heads.back(plan, moved, out, lse)
+        kv_heads.void_moved(plan, witness, out, lse)
     return out, lse
 
 
@@ -336,6 +376,7 @@ def launch_decode(
     merges: int,
     results: tuple[torch.Tensor, torch.Tensor],
     numbers: tuple[float, int, float, float],
+    witness: Witness | None = None,
 ) -> None:
     """One call of the exported function, which launches decode and merge, on checked arguments.
 
@@ -346,19 +387,23 @@ def launch_decode(
         merges: as ``DecodePlan.merges``.
         results: out, lse; (b, s_q, h, 512), (b, h, s_q).
         numbers: softmax_scale, causal, lse_factor, empty_lse.
+        witness: as the kernel sees sequences.
     """
     out, lse = results
-    work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum = tables
+    *lists, o_accum, lse_accum = tables
+    given: tuple[Any, ...] = (*lists, no_offsets(variant.device))
+    if witness is not None:
+        given = compared(given, witness)
     kernel = variant.kernels.get(out.dtype) or variant.kernel(out.dtype)
     kernel(
-        *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, units,
-        row_limits, out, lse, o_accum, lse_accum, *numbers, merges,
+        *query, *cache, block_table, cache_seqlens, *given, out, lse, o_accum, lse_accum, *numbers,
+        merges, int(witness is not None),
     )  # fmt: skip
 
 
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """``decode`` as an operator, for tracers; arguments checked."""
-    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline = call
+    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline, own = call
     expect_query_of(q, cache)
     if plan is None:
         if tracing.by_dynamo():
@@ -366,10 +411,12 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 decode, q, cache, block_table, cache_seqlens, plan=plan, out=out, lse=lse,
                 softmax_scale=options[0], causal=options[1], lse_base=options[2],
                 empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
+                **({} if own is None else own.named),
             )  # fmt: skip
-        plan = planned(q, cache, block_table, cache_seqlens, pipeline, options[1])
+        plan = planned(q, cache, block_table, cache_seqlens, pipeline, options[1], own)
     rows = rows_of(q)
     check_plan(plan, rows, cache, block_table, pipeline, q.device)
+    check_witness(plan, own, "row_seqlens")
     softmax_scale, causal, lse_base, empty_lse = options
     check_causal(plan, causal)
     causal_, lse_factor, empty = choices(causal, lse_base, empty_lse)
@@ -379,12 +426,16 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         softmax_scale, bool(causal_), lse_factor, empty,
     )  # fmt: skip
     if isinstance(q, torch.Tensor):
-        return _traced_rows(q, cache, block_table, cache_seqlens, plan, rest, out, lse, out_dtype)
+        return _traced_rows(
+            q, cache, block_table, cache_seqlens, plan, rest, out, lse, out_dtype, own
+        )
     common = (
         *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now(), block_table,
         cache_seqlens, *rest,
     )  # fmt: skip
-    extra = {"p_terms": plan.p_terms, "check_tables": plan._outside}
+    extra: dict[str, Any] = {"p_terms": plan.p_terms, "check_tables": plan._outside}
+    if own is not None:
+        extra |= own.named
     if out is None and lse is None:
         made = torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16, **extra)
         return (made[0].squeeze(0), made[1].squeeze(0)) if len(rows) == 2 else made
@@ -407,17 +458,22 @@ def _traced_rows(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    own: Witness | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``_traced`` of a query of 16 bits; what kernels see otherwise is regrouped by operators too.
 
     Args:
         rest: of the operator's arguments.
+        own: the call's witness.
     """
     check_outputs(out, lse, rows_of(q), out_dtype, q.device, (q.dtype,))
     record, kv = FORMATS[cache.format], cache.memory_now()[0]
-    more = {"cache_dtype": cache.format} if record.named else {}
+    more: dict[str, Any] = {"cache_dtype": cache.format} if record.named else {}
     kv = kv if record.named else layouts.small_pages(kv)
     ragged, regroups = q.ndim == 3, plan.must_regroup()
+    seen = kv_heads.witness(plan, own) if regroups else own
+    if seen is not None:
+        more |= seen.named
     if out is None and lse is None and not regroups:
         query = q.unsqueeze(0) if ragged else q
         made = torch.ops.snapmla.dense_decode(query, kv, block_table, cache_seqlens, *rest, **more)
@@ -429,9 +485,10 @@ def _traced_rows(
     if regroups:
         call = kv_heads.regroup(plan, q, block_table, cache_seqlens, out, lse)
         torch.ops.snapmla.dense_decode_out(
-            call.q, kv, call.block_table, call.cache_seqlens, *rest, call.out, call.lse
+            call.q, kv, call.block_table, call.cache_seqlens, *rest, call.out, call.lse, **more
         )
         kv_heads.back(plan, call, out, lse)
+        kv_heads.void_moved(plan, own, out, lse)
         return out, lse
     given = (q, out, lse)
     query, results, sums = (x.unsqueeze(0) for x in given) if ragged else given

@@ -9,6 +9,7 @@ capture them.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from snapmla import layouts
 
 if TYPE_CHECKING:
     from snapmla.decode_plan import DecodePlan
+    from snapmla.decode_plan.witness import Witness
 
 Lengths = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -151,6 +153,40 @@ def _rows(rows: Tensor, group: int) -> Tensor:
 def _columns(lse: Tensor, plan: DecodePlan) -> Tensor:
     """(h, total_q) as (g, total_q, num_kv_heads), a view."""
     return lse.view(plan.num_kv_heads, plan.group, plan.total_q).permute(1, 2, 0)
+
+
+def witness(plan: DecodePlan, own: Witness | None) -> Witness | None:
+    """A call's witness as kernels see sequences.
+
+    With several KV heads ``cu_seqlens_q`` is left to ``void_moved``: an item's rows are those of a
+    head, whose places follow from all of a sequence's offsets and not from its own alone.
+    """
+    if own is None or plan.num_kv_heads == 1:
+        return own
+    offsets, limits = own
+    if limits is not None:
+        _, _, limits = lengths(plan, limits.new_zeros(plan.batch), offsets, limits)
+    return own._replace(cu_seqlens_q=None, row_seqlens=limits)
+
+
+def void_moved(plan: DecodePlan, own: Witness | None, out: Tensor, lse: Tensor) -> None:
+    """NaN in query tokens of sequences that ``cu_seqlens_q`` has elsewhere than the plan; of
+    several KV heads."""
+    if own is None or own.cu_seqlens_q is None or plan.num_kv_heads == 1:
+        return
+    begin, rows = plan.unit_begin[:: plan.num_kv_heads].long(), plan.units.long() // plan.group
+    after = plan.unit_begin[1 :: plan.num_kv_heads].long()
+    at, some = begin[: plan.batch].clamp_max(max(len(rows) - 1, 0)), after > begin[: plan.batch]
+    planned = rows[at, 0] // plan.num_kv_heads
+    count = (rows[at, 1] - rows[at, 0]) * some
+    offsets = own.cu_seqlens_q.long().clamp(0, plan.total_q)
+    first, end = offsets[:-1], torch.maximum(offsets[1:], offsets[:-1])
+    moved = (count != end - first) | (some & (planned != first))
+    token = _numbers(plan.total_q, offsets)
+    owner = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, plan.batch - 1)
+    mine = (token >= offsets[0]) & (token < offsets[-1]) & moved[owner]
+    out.masked_fill_(mine[:, None, None], math.nan)
+    lse.masked_fill_(mine, math.nan)
 
 
 def back(plan: DecodePlan, call: Regrouped, out: Tensor, lse: Tensor) -> None:

@@ -144,10 +144,12 @@ def plan_decode(
             ``row_tile``).  The workspace then grows with
             b * ceil(max_pages * page_size / fixed_split_tokens); see ``workspace_bytes``.
             None cuts for balance.
-        check_stale: debug switch: ``decode`` compares its lengths with those of the last
-            ``update_`` and raises ValueError if they differ (this waits for the device; not while a
-            graph is captured or replayed, nor under ``torch.compile``).  None: the environment
-            variable SNAPMLA_CHECK_PLAN, read here.
+        check_stale: debug switch: ``decode`` compares its lengths, ``cu_seqlens_q`` and
+            ``row_seqlens`` with those of the last ``update_`` and raises ValueError if they differ
+            (this waits for the device; not while a graph is captured or replayed, nor under
+            ``torch.compile``).  Where a call has no ``cu_seqlens_q``, the tensor of the last
+            ``update_`` is read again.  None: the environment variable SNAPMLA_CHECK_PLAN, read
+            here.
         accuracy: ``standard``, or ``high``: products in 16 bits (pipeline ``f16``), so that LSE is
             within 2e-4 + 2e-5 of the largest content logit of the stored bytes' and results within
             1e-3 relative L2, beside their dtype's own rounding; ``standard`` has 2.6e-2 at worst,

@@ -207,7 +207,7 @@ def against_sparse_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     if not n:
         return "no query token", True
     out, lse = out.flatten(0, 1)[:n], lse.transpose(0, 1).flatten(1)[:, :n]
-    indices, scale = given["indices"][:n], given["softmax_scale"]
+    indices, scale = given["indices"].flatten(0, 1)[:n], given["softmax_scale"]
     if "q" in given:
         rows = RecordCall(
             given["q"].flatten(0, 1)[:n], given["cache"], indices, counts, scale, sink
@@ -237,16 +237,18 @@ def list_lengths(call: Dump) -> Tensor:
     counts = lengths.repeat_interleave(each)
     if limits.numel():
         counts = counts.minimum(limits[: len(counts)])
-    return counts.clamp(0, given["indices"].shape[1])
+    return counts.clamp(0, given["indices"].shape[-1])
 
 
 def ragged_begin(call: Dump) -> Tensor:
-    """``cu_seqlens_q`` of a plan with ragged queries, from its items: int32 (b + 1,).
+    """``cu_seqlens_q`` of a plan with ragged queries: int32 (b + 1,).
 
-    The exported function has no such table; a sequence's first and last rows stand in its items,
-    and a sequence of no query token has none.
+    It is the call's witness, or else made of the plan's items: a sequence's first and last rows
+    stand in its items, and a sequence of no query token has none.
     """
     given = call.arguments
+    if given["cu_seqlens_q"].numel():
+        return given["cu_seqlens_q"]
     query = next(given[name] for name in ("q_nope", "q") if name in given)
     lengths = next(given[name] for name in ("cache_seqlens", "topk_length") if name in given)
     heads, batch = query.shape[2], len(lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -51,13 +52,17 @@ def finish_row(
             and of the fast logarithm.
 
     Returns 1/row_sum, by which the row's values are multiplied, and by what its sink leaves, unless
-    it goes to a slot; 0 for a row that saw no token.
+    it goes to a slot; 0 for a row that saw no token.  Both are NaN if the item does not stand: its
+    query tokens may be another request's by now.
     """
     empty, kept = row_sum == 0.0, Float32(1.0)
     if const_expr(log2_in is None):
         value = cute.math.log2(row_sum, fastmath=True) + frame
     else:
         value = log2_in(row_sum, frame)
+    if const_expr(rows.stands is not None):
+        value = Float32(cutlass.select_(rows.stands != 0, value, Float32(math.nan)))
+        empty = empty & (rows.stands != 0)
     if slot < 0:
         at = rows.first + row
         if compat.unsigned(at) < compat.unsigned(rows.end):
@@ -78,6 +83,8 @@ def finish_row(
     inverse = 1.0 / row_sum
     if const_expr(results.sink is not None):
         inverse = inverse * kept
+    if const_expr(rows.stands is not None):
+        inverse = Float32(cutlass.select_(rows.stands != 0, inverse, Float32(math.nan)))
     return Float32(0.0) if empty else inverse
 
 

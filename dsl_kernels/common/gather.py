@@ -57,8 +57,9 @@ SCALE = 4  # bytes of a token's scale
 class TokenLists(WorkList):
     """The work list of units that are one query token each, whose row of the table names tokens.
 
-    The table is (query tokens, width); ``cache_seqlens`` says, for each sequence of query tokens,
-    how many entries of their rows count, and ``row_limits`` for each query token, if it is there.
+    The table is (b_q, s_q, width), as queries are (b_q, s_q, heads, ...), with any strides of the
+    first two; ``cache_seqlens`` says, for each sequence of query tokens, how many entries of their
+    rows count, and ``row_limits`` for each query token, if it is there.
     """
 
     def __init__(self, tile: int):
@@ -74,18 +75,27 @@ class TokenLists(WorkList):
         each = call.rows_each
         first = Int32(cutlass.select_(each > 0, batch * each, first))
         end = compat.at_most(first + call.by_heads.divisor, call.rows)
-        return Rows(first + of_slot, end, of_slot, hidden_from)
+        first, stands = first + of_slot, Int32(1)
+        if call.witness != 0:
+            of_sequence = compat.at_most(Int32(words[1]), call.rows)
+            own = (batch, first, end, of_sequence, Int32(words[3]))
+            stands, hidden_from = self.compared(work, call, own, hidden_from, rows_cta)
+        return Rows(first, end, of_slot, hidden_from, stands)
+
+    def room(self, work):
+        """Entries of a row."""
+        return work.block_table.shape[2]
 
     @cute.jit
     def row_of_table(self, work, call, i, batch):
         """(this item's row of the table, how many of its entries count)."""
         rows = self.rows_at(work, call, i, batch, 0)
         token, _ = divmod(compat.at_most(rows.first, call.rows - 1), call.by_heads)
-        token = compat.at_most(token, work.block_table.shape[0] - 1)
+        b, s = divmod(token, call.by_tokens)
         count = self.seqlen_of(work, batch)
         if work.row_limits.shape[0] > 0:
             count = cutlass.min(work.row_limits[token], count)
-        return work.block_table[token, None], count
+        return work.block_table[b, s, None], count
 
 
 class Tokens(NamedTuple):

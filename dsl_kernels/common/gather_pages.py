@@ -29,13 +29,12 @@ from cutlass import Float32, Int32
 
 from .. import compat
 from ..cache_records.ds_mla import ROPE_AT
-from ..dims import ITEM_WORDS
 from ..dims import KV_LORA_RANK as D
 from .barriers import Ring
 from .gather import CHUNK, HALF, LINE, copy
 from .gather_records import GatherRecords, Records
 from .loader import Feed
-from .work_list import NOWHERE, WorkList
+from .work_list import WorkList
 
 
 class PagedWork(NamedTuple):
@@ -46,6 +45,7 @@ class PagedWork(NamedTuple):
     work_items: cute.Tensor
     part_begin: cute.Tensor
     row_limits: cute.Tensor
+    cu_seqlens_q: cute.Tensor  # as ``Work``'s
     by_page: compat.FastDivisor  # by tokens of a page
 
 
@@ -69,24 +69,9 @@ class AnyPages(WorkList):
     def __init__(self, tile: int):
         super().__init__(1, tile)
 
-    @cute.jit
-    def item_at(self, work, i):
-        """As the base class', whose page size is a number."""
-        words = compat.load_words(work.work_items.iterator + i * ITEM_WORDS, 4)
-        batch, first, last, slot = (Int32(word) for word in words)
-        tiles = cute.ceil_div(work.block_table.shape[1] * work.by_page.divisor, self.tile)
-        last = compat.at_most(last, tiles)
-        there = compat.unsigned(batch) < compat.unsigned(work.cache_seqlens.shape[0])
-        if not (there & (first >= 0)):
-            batch, last, slot = Int32(0), first, Int32(NOWHERE)
-        return batch, first, last, slot
-
-    @cute.jit
-    def seqlen_of(self, work, batch):
-        """Tokens of a sequence, no more than its row of the block table can name."""
-        return cutlass.min(
-            work.cache_seqlens[batch], Int32(work.block_table.shape[1] * work.by_page.divisor)
-        )  # fmt: skip
+    def room(self, work):
+        """Tokens that a row of the block table can name."""
+        return work.block_table.shape[1] * work.by_page.divisor
 
     def row_of_table(self, work, call, i, batch):
         """``Pages`` of item ``i``, of sequence ``batch``, twice."""

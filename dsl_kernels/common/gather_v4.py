@@ -28,7 +28,6 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from .. import compat
 from ..cache_records.v4 import RECORD, ROPE, SCALE_BYTES
-from ..dims import ITEM_WORDS
 from ..dims import QK_ROPE_HEAD_DIM as R
 from .gather import CHUNK, GROUP, HALF, LINE, Plane, TokenLists, copy
 from .gather_records import GatherRecords
@@ -42,12 +41,13 @@ SECOND = 1 << 30
 class TwoWork(NamedTuple):
     """``Work`` with a second list."""
 
-    block_table: cute.Tensor  # i32 (tokens, topk)
+    block_table: cute.Tensor  # i32 (b_q, s_q, topk)
     cache_seqlens: cute.Tensor  # i32 (b,): topk_length
     work_items: cute.Tensor
     part_begin: cute.Tensor
     row_limits: cute.Tensor
-    extra_indices: cute.Tensor  # i32 (tokens, extra_topk)
+    cu_seqlens_q: cute.Tensor  # as ``Work``'s
+    extra_indices: cute.Tensor  # i32 (b_q, s_q, extra_topk)
     extra_length: cute.Tensor  # i32 (b,)
 
 
@@ -72,14 +72,13 @@ class Lists(NamedTuple):
     """A query token's lists.
 
     Attributes:
-        work: whose tables they are rows of.
-        token: which row.
+        row, extra_row: of the tables, of the query token.
         tiles: of the first list; those from there on are the second one's.
         count, extra_count: how many entries count.
     """
 
-    work: TwoWork
-    token: Any
+    row: Any
+    extra_row: Any
     tiles: Any
     count: Any
     extra_count: Any
@@ -88,33 +87,26 @@ class Lists(NamedTuple):
 class TwoLists(TokenLists):
     """``TokenLists`` of two lists a query token."""
 
-    @cute.jit
-    def item_at(self, work, i):
-        """As the base class', whose tiles are those of both lists."""
-        words = compat.load_words(work.work_items.iterator + i * ITEM_WORDS, 4)
-        batch, first, last, slot = (Int32(word) for word in words)
-        tiles = cute.ceil_div(work.block_table.shape[1], self.tile)
-        last = compat.at_most(last, tiles + cute.ceil_div(work.extra_indices.shape[1], self.tile))
-        there = compat.unsigned(batch) < compat.unsigned(work.cache_seqlens.shape[0])
-        if not (there & (first >= 0)):
-            batch, last, slot = Int32(0), first, Int32(NOWHERE)
-        return batch, first, last, slot
+    def tiles_of(self, work):
+        """Tiles of both lists."""
+        return super().tiles_of(work) + cute.ceil_div(work.extra_indices.shape[2], self.tile)
 
     @cute.jit
     def row_of_table(self, work, call, i, batch):
         """``Lists`` of this item, twice."""
         rows = self.rows_at(work, call, i, batch, 0)
         token, _ = divmod(compat.at_most(rows.first, call.rows - 1), call.by_heads)
-        token = compat.at_most(token, work.block_table.shape[0] - 1)
+        b, s = divmod(token, call.by_tokens)
         count, extra = self.seqlen_of(work, batch), Int32(0)
         if work.row_limits.shape[0] > 0:
             count = cutlass.min(work.row_limits[token], count)
         tiles = Int32(NOWHERE)
-        if work.extra_indices.shape[1] > 0:
-            tiles = Int32(cute.ceil_div(work.block_table.shape[1], self.tile))
+        if work.extra_indices.shape[2] > 0:
+            tiles = Int32(cute.ceil_div(self.room(work), self.tile))
             extra = cutlass.max(work.extra_length[batch], 0)
-            extra = compat.at_most(extra, work.extra_indices.shape[1])
-        lists = Lists(work, token, tiles, count, extra)
+            extra = compat.at_most(extra, work.extra_indices.shape[2])
+        rows = work.block_table[b, s, None], work.extra_indices[b, s, None]
+        lists = Lists(*rows, tiles, count, extra)
         return lists, lists
 
 
@@ -147,9 +139,9 @@ class GatherTwo(GatherRecords):
         entry = Int32(-1)
         if place < Int32(cutlass.select_(second, lists.extra_count, lists.count)):
             if second:
-                entry = lists.work.extra_indices[lists.token, place]
+                entry = lists.extra_row[place]
             else:
-                entry = lists.work.block_table[lists.token, place]
+                entry = lists.row[place]
         return entry
 
     def _place(self, entry, tile, ahead, lists, tokens):

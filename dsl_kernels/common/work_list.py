@@ -34,6 +34,7 @@ class Work(NamedTuple):
     work_items: cute.Tensor  # (n_items, ITEM_WORDS), see ``item_at`` and ``rows_at``
     part_begin: cute.Tensor  # (parts + 1,)
     row_limits: cute.Tensor  # (tokens,): how many cached tokens a query token sees; or (0,)
+    cu_seqlens_q: Any = None  # (b + 1,): the call's own, a witness of the plan's; or (0,)
 
 
 class Call(NamedTuple):
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     causal: Int32
     lse_factor: Float32
     empty_lse: Float32
+    witness: Any = 0  # Int32; not 0: items are compared with what the call says (``compared``)
 
 
 def rows_of_each(units: cute.Tensor, rows: Any) -> Any:
@@ -63,12 +65,14 @@ class Rows(NamedTuple):
         end: behind the sequence's last one; rows from here on are another's.
         of_slot: place of the first one in a slot of partial results.
         hidden_from: no row of the item sees less than this many tokens, if ``row_limits`` tell.
+        stands: 0 if the call's witness contradicts the item, whose results are then NaN.
     """
 
     first: Any
     end: Any
     of_slot: Any
     hidden_from: Any
+    stands: Any = None
 
 
 class WorkList:
@@ -101,12 +105,19 @@ class WorkList:
         """
         words = compat.load_words(work.work_items.iterator + i * ITEM_WORDS, 4)
         batch, first, last, slot = (Int32(word) for word in words)
-        tiles = cute.ceil_div(work.block_table.shape[1] * self.page_size, self.tile)
-        last = compat.at_most(last, tiles)
+        last = compat.at_most(last, self.tiles_of(work))
         there = compat.unsigned(batch) < compat.unsigned(work.cache_seqlens.shape[0])
         if not (there & (first >= 0)):
             batch, last, slot = Int32(0), first, Int32(NOWHERE)
         return batch, first, last, slot
+
+    def room(self, work):
+        """Tokens that a row of the table can name."""
+        return work.block_table.shape[1] * self.page_size
+
+    def tiles_of(self, work):
+        """Tiles that a row of the table can name."""
+        return cute.ceil_div(self.room(work), self.tile)
 
     @cute.jit
     def rows_at(self, work, call, i, batch, rows_cta: cutlass.Constexpr):
@@ -123,7 +134,51 @@ class WorkList:
         each = call.rows_each
         first = Int32(cutlass.select_(each > 0, batch * each, first))
         end = Int32(cutlass.select_(each > 0, first + each, compat.at_most(end, call.rows)))
-        return Rows(first + of_slot, end, of_slot, hidden_from)
+        first, stands = first + of_slot, Int32(1)
+        if const_expr(work.cu_seqlens_q is not None):  # noqa: SIM102 (only this is at compile time)
+            if call.witness != 0:
+                own = (batch, first, end, end, Int32(words[3]))
+                stands, hidden_from = self.compared(work, call, own, hidden_from, rows_cta)
+        return Rows(first, end, of_slot, hidden_from, stands)
+
+    @cute.jit
+    def compared(self, work, call, item, hidden_from, rows_cta: cutlass.Constexpr):
+        """(``Rows.stands``, ``Rows.hidden_from``) of an item, by what the call says itself.
+
+        An item stands if its sequence's rows end where ``cu_seqlens_q`` has it and none lies in
+        front of them, and if its tiles hold every token that the CTA's rows see.
+
+        Args:
+            item: (sequence, the CTA's first row, behind its last one at most, behind the
+                sequence's last one, tokens that the plan lets some of the item's rows see).
+        """
+        batch, first, end, end_of_sequence, most = item
+        heads, stands = call.by_heads.divisor, Int32(1)
+        if work.cu_seqlens_q.shape[0] > 0:
+            tokens = call.by_tokens.divisor  # ragged queries are one row of tokens
+            begin = cutlass.min(cutlass.max(work.cu_seqlens_q[batch], 0), tokens)
+            behind = cutlass.min(cutlass.max(work.cu_seqlens_q[batch + 1], begin), tokens)
+            if (end_of_sequence != behind * heads) | (first < begin * heads):
+                stands = Int32(0)
+        last = cutlass.min(first + rows_cta, end) - 1
+        seqlen = self.seqlen_of(work, batch)
+        needed = seqlen
+        if last < first:  # none of the item's rows is this CTA's
+            needed = Int32(0)
+        elif work.row_limits.shape[0] > 0:
+            needed, lowest = Int32(0), Int32(NOWHERE)
+            token, _ = divmod(cutlass.max(first, 0), call.by_heads)
+            token_of_last, _ = divmod(compat.at_most(last, call.rows - 1), call.by_heads)
+            for t in cutlass.range(token, token_of_last + 1, unroll=1):
+                limit = cutlass.min(work.row_limits[t], seqlen)
+                needed, lowest = cutlass.max(needed, limit), cutlass.min(lowest, limit)
+            hidden_from = lowest
+        elif call.causal != 0:
+            after, _ = divmod(end - 1 - last, call.by_heads)
+            needed = seqlen - after
+        if needed > cute.ceil_div(most, self.tile) * self.tile:
+            stands = Int32(0)
+        return stands, hidden_from
 
     @cute.jit
     def page_of(self, row, tile, lane, num_pages):
@@ -143,7 +198,7 @@ class WorkList:
     def seqlen_of(self, work, batch):
         """Tokens of a sequence, no more than its row of the block table can name."""
         seqlen = work.cache_seqlens[batch]
-        most = work.block_table.shape[1] * self.page_size
+        most = self.room(work)
         return seqlen if seqlen < most else most
 
     @cute.jit

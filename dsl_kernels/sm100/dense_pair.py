@@ -55,6 +55,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
+from ..common.unplanned import void_unplanned
 from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK
 from ..smxx.decode_entry import Tma
@@ -64,7 +65,7 @@ from .dense_pair_issue import PairIssuers
 from .dense_pair_loads import CTAS, ROWS, TILE, Layouts
 from .dense_pair_parts import PairParts
 from .dense_parts import HALF, WARPGROUP, Cta
-from .rings import LEADER
+from .rings import LEADER, part_of_cta
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -171,6 +172,7 @@ class DensePair:
         if warp_id == KV_PRODUCER:
             self.loads.run_k(cta, tma.kv, self.q_tiles.bound(tma.q), rank)
             cute.arch.griddepcontrol_launch_dependents()
+            void_unplanned(cta.gmem.work, cta.call, cta.gmem.results, part_of_cta())
         elif warp_id == V_PRODUCER:
             self.loads.run_v(cta, tma.kv, rank)
         elif rank == LEADER:

@@ -60,6 +60,7 @@ from ..common import budget as bud
 from ..common.loader import Cache, Feed
 from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
+from ..common.unplanned import void_unplanned
 from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
@@ -187,3 +188,5 @@ class DenseWs:
             warp_id, Feed(st, layouts.k, k_pipe, cache, gmem.work, call, part),
             self.q_tiles.issuer(st, q_pipe, layouts.q, tma.q, gmem.work, call), None,
         )  # fmt: skip
+        if warp_id == KV_PRODUCER:
+            void_unplanned(gmem.work, call, gmem.results, part)

@@ -62,6 +62,7 @@ from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
 from ..common.types import BF16, F8, ROW_MAJOR, U32
+from ..common.unplanned import void_unplanned
 from ..common.work_list import Call
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
@@ -299,6 +300,7 @@ class Pair:
                 q_tiles = self.q_tiles.bound(tma.q)
                 self.loads.run_k(cta, tma.kv, q_tiles, rank)
                 cute.arch.griddepcontrol_launch_dependents()
+                void_unplanned(gmem.work, call, gmem.results, part_of_cta())
             elif warp_id == 3:
                 self.loads.run_v(cta, tma.kv, rank)
             elif rank == LEADER:

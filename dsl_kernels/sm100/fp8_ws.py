@@ -67,6 +67,7 @@ from ..common.q_tiles import QTiles
 from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
 from ..common.types import BF16, F8, ROW_MAJOR
+from ..common.unplanned import void_unplanned
 from ..common.work_list import Call, WorkList
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
@@ -303,6 +304,9 @@ class Ws:
                 self.issue_scores(cta)
             elif warp_id == 2:
                 self.issue_products(cta)
+            else:
+                _, part, _ = cute.arch.block_idx()
+                void_unplanned(gmem.work, call, gmem.results, part)
         elif wg == 1:
             claim_registers(self.budget, self.regs[1])
             self.softmax.run(cta)

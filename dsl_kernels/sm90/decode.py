@@ -31,6 +31,7 @@ from ..common.loader import Cache, Feed, Loader
 from ..common.q_tiles import QTiles
 from ..common.registers import claim_registers
 from ..common.stamps import Stamps
+from ..common.unplanned import void_unplanned
 from ..common.work_list import Call, WorkList
 from ..smxx.decode_entry import Tma
 from ..stamp import Stamp
@@ -38,6 +39,8 @@ from .roles import ROWS_OF_CTA, WARPGROUP, Cta, Layouts
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
+
+FREE_WARP = 3  # of the first warpgroup: none of its roles is the last to end
 
 
 class Parts(Protocol):
@@ -126,6 +129,8 @@ class Decode:
                 self.q_tiles.issuer(st, q_pipe, layouts.q, tma.q, gmem.work, call),
                 self.parts.on_full(st),
             )  # fmt: skip
+            if warp_id == FREE_WARP:
+                void_unplanned(gmem.work, call, gmem.results, part)
         else:
             self.pipeline.math_roles(Cta(st, layouts, q_pipe, k_pipe, gmem, call, part), wg - 1)
         if const_expr(self.parts.cluster > 1):

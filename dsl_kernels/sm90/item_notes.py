@@ -17,7 +17,7 @@ from ..common.smem import array
 from ..common.work_list import Rows
 
 SOFTMAX_WARPS = 4
-ITEMS, WORDS = 2, 4  # slot, first row, end of the sequence's rows, 0: they are read together
+ITEMS, WORDS = 2, 4  # slot, first row, end of the sequence's rows, whether it stands: read at once
 
 
 def note_fields() -> dict:
@@ -35,7 +35,7 @@ def note(st, item, wwarp, slot, rows):
     """By softmax warp ``wwarp``, as its ``item``-th item begins."""
     mine = _of(st, item, wwarp)
     if cute.arch.lane_idx() == 0:
-        mine[0], mine[1], mine[2], mine[3] = slot, rows.first, rows.end, Int32(0)
+        mine[0], mine[1], mine[2], mine[3] = slot, rows.first, rows.end, rows.stands
     cute.arch.sync_warp()
 
 
@@ -44,4 +44,4 @@ def noted(st, item, wwarp, rows_cta: cutlass.Constexpr):
     """(slot, ``Rows``) of the ``item``-th item; ``hidden_from`` is not among them."""
     mine = _of(st, item, wwarp)
     of_slot = cute.arch.block_idx()[0] * rows_cta
-    return mine[0], Rows(mine[1], mine[2], of_slot, None)
+    return mine[0], Rows(mine[1], mine[2], of_slot, None, mine[3])

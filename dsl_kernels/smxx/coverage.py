@@ -32,12 +32,12 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
+from ..common.unplanned import NAN
 from ..dims import ITEM_WORDS, KV_LORA_RANK
 from . import quant
 
 COUNTS = 5  # what threads add up, see ``covers``
 AHEAD = 4  # entries of a table that a thread has in flight
-NAN = {16: 0x7FC07FC0, 32: 0x7FC00000}  # a word of values, by their bits
 
 
 class Listed(NamedTuple):

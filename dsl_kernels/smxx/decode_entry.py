@@ -37,12 +37,12 @@ def tensor_maps(decode, queries: tuple, cache: tuple) -> Tma:
     return Tma(decode.q_tiles.source(queries, layouts.q), decode.loads.source(cache, layouts.k))
 
 
-def call_of(shape, units, softmax_scale, causal, lse_factor, empty_lse) -> Call:
+def call_of(shape, units, softmax_scale, causal, lse_factor, empty_lse, witness) -> Call:
     """Scalars of a call; ``shape``: (b, s_q, h, ...) of the queries."""
     b, s_q, h = shape[:3]
     return Call(
         compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h,
-        rows_of_each(units, s_q * h), softmax_scale, causal, lse_factor, empty_lse,
+        rows_of_each(units, s_q * h), softmax_scale, causal, lse_factor, empty_lse, witness,
     )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ def fakes_behind_cache(
         "split_begin": compat.vector(Int32, compat.sym(name="n_units_plus_1")),
         "units": compat.units_fake(Int32),
         "row_limits": compat.vector(Int32, compat.sym(name="tokens_or_0")),
+        "cu_seqlens_q": compat.vector(Int32, compat.sym(name="b_plus_1_or_0")),
         "out": compat.contiguous(dtype, (b_q, s_q, h, KV_LORA_RANK)),
         "lse": compat.contiguous(Float32, (b_q, h, s_q), 4),
         "o_accum": partials.fake(slots, unit_rows, partial_dtype),
@@ -95,4 +96,5 @@ def fakes_behind_cache(
         "lse_factor": Float32(1.0),
         "empty_lse": Float32(0.0),
         "may_split": Int32(1),
+        "witness": Int32(0),
     }

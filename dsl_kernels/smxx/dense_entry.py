@@ -48,18 +48,19 @@ class DenseEntry:
         self,
         q: cute.Tensor, cache: cute.Tensor, block_table: cute.Tensor, cache_seqlens: cute.Tensor,
         work_items: cute.Tensor, part_begin: cute.Tensor, split_begin: cute.Tensor,
-        units: cute.Tensor, row_limits: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-        o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32, causal: Int32,
-        lse_factor: Float32, empty_lse: Float32, may_split: Int32, stream,
+        units: cute.Tensor, row_limits: cute.Tensor, cu_seqlens_q: cute.Tensor, out: cute.Tensor,
+        lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32,
+        causal: Int32, lse_factor: Float32, empty_lse: Float32, may_split: Int32, witness: Int32,
+        stream,
     ):  # fmt: skip
         pages, _, kv_heads, _ = cache.shape
         gmem = Gmem(
             pages, compat.fast_divisor(kv_heads),
-            Work(block_table, cache_seqlens, work_items, part_begin, row_limits),
+            Work(block_table, cache_seqlens, work_items, part_begin, row_limits, cu_seqlens_q),
             Results(out, lse, o_accum, lse_accum),
         )  # fmt: skip
         tma = tensor_maps(self.decode, (q,), (cache,))
-        call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse)
+        call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse, witness)
         launch(self.decode, tma, gmem, call, None, split_begin, units, may_split, stream)
 
 

@@ -51,16 +51,18 @@ class Fp8Entry:
         q_nope: cute.Tensor, q_rope: cute.Tensor, q_scale: cute.Tensor, content: cute.Tensor,
         rope: cute.Tensor, scale: cute.Tensor, block_table: cute.Tensor,
         cache_seqlens: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
-        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor, out: cute.Tensor,
-        lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32,
-        causal: Int32, lse_factor: Float32, empty_lse: Float32, may_split: Int32, stream,
+        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor,
+        cu_seqlens_q: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor,
+        lse_accum: cute.Tensor, softmax_scale: Float32, causal: Int32, lse_factor: Float32,
+        empty_lse: Float32, may_split: Int32, witness: Int32, stream,
     ):  # fmt: skip
         gmem = Gmem(
-            q_scale, scale, Work(block_table, cache_seqlens, work_items, part_begin, row_limits),
+            q_scale, scale,
+            Work(block_table, cache_seqlens, work_items, part_begin, row_limits, cu_seqlens_q),
             Results(out, lse, o_accum, lse_accum),
         )  # fmt: skip
         tma = tensor_maps(self.decode, (q_nope, q_rope), (content, rope))
-        call = call_of(q_nope.shape, units, softmax_scale, causal, lse_factor, empty_lse)
+        call = call_of(q_nope.shape, units, softmax_scale, causal, lse_factor, empty_lse, witness)
         pages = self.decode.loads.work
         tiles = cute.ceil_div(block_table.shape[1] * pages.page_size, pages.tile)
         listed = Listed(

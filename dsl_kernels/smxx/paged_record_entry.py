@@ -37,17 +37,18 @@ class PagedRecordEntry:
         self,
         q: cute.Tensor, cache: cute.Tensor, block_table: cute.Tensor, cache_seqlens: cute.Tensor,
         work_items: cute.Tensor, part_begin: cute.Tensor, split_begin: cute.Tensor,
-        units: cute.Tensor, row_limits: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-        o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32, causal: Int32,
-        lse_factor: Float32, empty_lse: Float32, may_split: Int32, stream,
+        units: cute.Tensor, row_limits: cute.Tensor, cu_seqlens_q: cute.Tensor, out: cute.Tensor,
+        lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32,
+        causal: Int32, lse_factor: Float32, empty_lse: Float32, may_split: Int32, witness: Int32,
+        stream,
     ):  # fmt: skip
         work = PagedWork(
-            block_table, cache_seqlens, work_items, part_begin, row_limits,
+            block_table, cache_seqlens, work_items, part_begin, row_limits, cu_seqlens_q,
             compat.fast_divisor(cache.shape[1]),
         )  # fmt: skip
         gmem = Gmem(work, Results(out, lse, o_accum, lse_accum))
         tma = tensor_maps(self.decode, (q,), (cache,))
-        call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse)
+        call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse, witness)
         launch(self.decode, tma, gmem, call, None, split_begin, units, may_split, stream)
 
 

@@ -423,7 +423,7 @@ def _emit_item(
         target = tables.work_items.iterator + item * ITEM_WORDS
         what = (unit.batch, begin, end, slot)
         compat.store_words(target, [Uint32(x) for x in what])
-        whose = (unit.first, unit.end, unit.hidden_from, Int32(0))
+        whose = (unit.first, unit.end, unit.hidden_from, unit.most)
         compat.store_words(target + 4, [Uint32(x) for x in whose])
     begun = (before + stretches) // stretches
     for p in cutlass.range(begun, part // stretches + 1, unroll=1):

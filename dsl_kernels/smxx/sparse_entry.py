@@ -43,19 +43,21 @@ class SparseEntry:
         q_nope: cute.Tensor, q_rope: cute.Tensor, q_scale: cute.Tensor, content: cute.Tensor,
         rope: cute.Tensor, scale: cute.Tensor, indices: cute.Tensor, topk_length: cute.Tensor,
         attn_sink: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
-        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor, out: cute.Tensor,
-        lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32,
-        lse_factor: Float32, empty_lse: Float32, may_split: Int32, stream,
+        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor,
+        cu_seqlens_q: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor,
+        lse_accum: cute.Tensor, softmax_scale: Float32, lse_factor: Float32, empty_lse: Float32,
+        may_split: Int32, witness: Int32, stream,
     ):  # fmt: skip
         gmem = Gmem(
-            q_scale, scale, Work(indices, topk_length, work_items, part_begin, row_limits),
+            q_scale, scale,
+            Work(indices, topk_length, work_items, part_begin, row_limits, cu_seqlens_q),
             Results(out, lse, o_accum, lse_accum, attn_sink),
         )  # fmt: skip
         tma = tensor_maps(self.decode, (q_nope, q_rope), (content, rope))
         causal = Int32(0)
-        call = call_of(q_nope.shape, units, softmax_scale, causal, lse_factor, empty_lse)
+        call = call_of(q_nope.shape, units, softmax_scale, causal, lse_factor, empty_lse, witness)
         tile = self.decode.loads.work.tile
-        tiles = cute.ceil_div(indices.shape[1], tile)
+        tiles = cute.ceil_div(indices.shape[2], tile)
         listed = Listed(
             work_items, part_begin, topk_length, tiles, compat.fast_divisor(tile),
             Int32(cutlass.select_(call.rows_each > 0, may_split - MERGE, Int32(0))),
@@ -67,10 +69,10 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
     """Symbolic arguments of the exported function by name, in the order of ``__call__``.
 
     Queries are (b_q, s_q, h, ...): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
-    ``indices`` are (b_q * s_q, topk).
+    ``indices`` are (b_q, s_q, topk).
     """
-    names = ["b_q", "s_q", "h", "b", "pages", "P", "tokens", "topk"]
-    b_q, s_q, h, b, pages, page_size, tokens, topk = (compat.sym(name=x) for x in names)
+    names = ["b_q", "s_q", "h", "b", "pages", "P", "topk"]
+    b_q, s_q, h, b, pages, page_size, topk = (compat.sym(name=x) for x in names)
     free = compat.sym64
     behind = fakes_behind_cache((b_q, s_q, h), b, compat.dtype(spec.out_dtype))
     for name in ("block_table", "causal"):
@@ -82,7 +84,7 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
         "content": compat.rows(U8, (pages, page_size, D)),
         "rope": compat.rows(BF16, (pages, page_size, R)),
         "scale": compat.strided(Float32, (pages, page_size), (free(), free()), 4),
-        "indices": compat.strided(Int32, (tokens, topk), (free(), 1), 4),
+        "indices": compat.strided(Int32, (b_q, s_q, topk), (free(), free(), 1), 4),
         "topk_length": behind.pop("cache_seqlens"),
         "attn_sink": compat.vector(Float32, compat.sym(name="h_or_0")),
         **behind,

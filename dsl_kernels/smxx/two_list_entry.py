@@ -41,19 +41,21 @@ class TwoListEntry:
         q: cute.Tensor, cache: cute.Tensor, indices: cute.Tensor, topk_length: cute.Tensor,
         extra_cache: cute.Tensor, extra_indices: cute.Tensor, extra_length: cute.Tensor,
         attn_sink: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
-        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor, out: cute.Tensor,
-        lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32,
-        lse_factor: Float32, empty_lse: Float32, may_split: Int32, stream,
+        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor,
+        cu_seqlens_q: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor,
+        lse_accum: cute.Tensor, softmax_scale: Float32, lse_factor: Float32, empty_lse: Float32,
+        may_split: Int32, witness: Int32, stream,
     ):  # fmt: skip
         work = TwoWork(
-            indices, topk_length, work_items, part_begin, row_limits, extra_indices, extra_length
-        )
+            indices, topk_length, work_items, part_begin, row_limits, cu_seqlens_q, extra_indices,
+            extra_length,
+        )  # fmt: skip
         gmem = Gmem(work, Results(out, lse, o_accum, lse_accum, attn_sink))
         tma = tensor_maps(self.decode, (q,), (cache, extra_cache))
         causal = Int32(0)
-        call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse)
+        call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse, witness)
         tile = self.decode.loads.work.tile
-        tiles = cute.ceil_div(indices.shape[1], tile) + cute.ceil_div(extra_indices.shape[1], tile)
+        tiles = cute.ceil_div(indices.shape[2], tile) + cute.ceil_div(extra_indices.shape[2], tile)
         # lengths of one list say nothing of both: whoever has tables from outside is not asked
         listed = Listed(
             work_items, part_begin, topk_length, tiles, compat.fast_divisor(tile), Int32(0)
@@ -65,26 +67,31 @@ def fake_args(spec: VariantSpec, record: Record = RECORD) -> dict[str, Any]:
     """Symbolic arguments of the exported function by name, in the order of ``__call__``.
 
     Queries are (b_q, s_q, h, 512): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
-    Lists are (b_q * s_q, topk); without a second cache ``extra_indices`` is (any, 0),
+    Lists are (b_q, s_q, topk); without a second cache ``extra_indices`` is (b_q, s_q, 0),
     ``extra_length`` (0,) and ``extra_cache`` the first cache.  Of pages tokens are strides in name
     only.
     """
-    names = ["b_q", "s_q", "h", "b", "tokens", "topk", "tokens_or_0", "extra_topk"]
-    b_q, s_q, h, b, tokens, topk, more, extra_topk = (compat.sym(name=x) for x in names)
+    b_q, s_q, h, b = (compat.sym(name=x) for x in ("b_q", "s_q", "h", "b"))
     behind = fakes_behind_cache((b_q, s_q, h), b, compat.dtype(spec.out_dtype))
     for name in ("block_table", "causal"):
         del behind[name]
     return {
         "q": compat.contiguous(BF16, (b_q, s_q, h, record.channels)),
         "cache": _pages("pages", "P", record),
-        "indices": compat.strided(Int32, (tokens, topk), (compat.sym64(), 1), 4),
+        "indices": _list(b_q, s_q, "topk"),
         "topk_length": behind.pop("cache_seqlens"),
         "extra_cache": _pages("extra_pages", "extra_P", record),
-        "extra_indices": compat.strided(Int32, (more, extra_topk), (compat.sym64(), 1), 4),
+        "extra_indices": _list(b_q, s_q, "extra_topk"),
         "extra_length": compat.vector(Int32, compat.sym(name="b_or_0")),
         "attn_sink": compat.vector(Float32, compat.sym(name="h_or_0")),
         **behind,
     }
+
+
+def _list(b_q: Any, s_q: Any, width: str) -> Any:
+    """Fake of a list of entries, whose query tokens lie anywhere."""
+    free = compat.sym64
+    return compat.strided(Int32, (b_q, s_q, compat.sym(name=width)), (free(), free(), 1), 4)
 
 
 def _pages(pages: str, page_size: str, record: Record) -> Any:

@@ -9,6 +9,7 @@ from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache, expect_decoded
 from snapmla.decode_plan import DTYPES, TENSORS, DecodePlan
+from snapmla.decode_plan.witness import Witness, check_witness
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, expect_query, named
 
@@ -27,6 +28,7 @@ def checked(
     pipeline: str | None,
     *,
     causal: bool = True,
+    witness: Witness | None = None,
 ) -> DecodePlan:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
     expect_query_of(q, cache)
@@ -44,10 +46,11 @@ def checked(
     if plan is not None:
         check_plan(plan, rows, cache, block_table, pipeline, device)
         check_causal(plan, causal)
-    _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
+        check_witness(plan, witness, "row_seqlens")
+    _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse, witness)
     if plan is not None:
         return plan
-    return planned(q, cache, block_table, cache_seqlens, pipeline, causal)
+    return planned(q, cache, block_table, cache_seqlens, pipeline, causal, witness)
 
 
 def rows_of(q: Query) -> tuple[int, ...]:
@@ -99,8 +102,15 @@ def planned(
     cache_seqlens: torch.Tensor,
     pipeline: str | None,
     causal: bool,
+    witness: Witness | None = None,
 ) -> DecodePlan:
     """A plan for a call that gave none."""
+    limits = None
+    if witness is not None:
+        offsets, limits = witness
+        if offsets is not None:
+            hint = "without a plan every sequence has s_q query tokens"
+            checks.value_error("cu_seqlens_q", "None without a plan", "a tensor", hint)
     checks.block_table(block_table, _batch_of(q, None), q.device)
     _, s_q, heads = rows_of(q)
     return plan_decode(
@@ -109,6 +119,7 @@ def planned(
         s_q,
         page_size=cache.content.shape[1],
         max_pages=max(block_table.shape[1], 1),
+        row_seqlens=limits,
         causal=causal,
         pipeline=pipeline,
         cache_dtype=cache.format if FORMATS[cache.format].named else cache.dtype,
@@ -143,6 +154,7 @@ def _check_apart(
     plan: DecodePlan | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    witness: Witness | None,
 ) -> None:
     """Checks that given results share no memory with what the call reads, or one another."""
     read = {
@@ -150,6 +162,7 @@ def _check_apart(
         **named("cache", cache),
         "block_table": block_table,
         "cache_seqlens": cache_seqlens,
+        **({} if witness is None else witness.named),
         **({} if plan is None else {f"plan.{name}": getattr(plan, name) for name in TENSORS}),
     }
     checks.apart("out", out, {**read, "lse": lse})

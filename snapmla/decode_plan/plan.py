@@ -16,11 +16,10 @@ from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
 from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, tracing
+from snapmla.decode_plan import stale
 from snapmla.decode_plan.launching import PlanNumbers, launch_plan
 from snapmla.decode_plan.variant import FP8, PlanVariant
 from snapmla.decode_plan.workspace import partial_rows, unit_capacity
-
-STALE_SHOWN = 8  # changed sequences that an error names
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,7 +39,8 @@ class DecodePlan(launch.OverTensors):
     Attributes:
         work_items: int32 (max_stretches * parts + n_units, 8) (fixed splits: n_units * pieces):
             sequence, first tile, end tile, slot (-1: not split), first row, end row of the
-            sequence, first hidden token (2**31 - 1 without ``row_seqlens``), 0.
+            sequence, first hidden token (2**31 - 1 without ``row_seqlens``), tokens that some of
+            the rows see.
         part_begin: int32 (parts + 1,): items of part p are [part_begin[p], part_begin[p + 1]).
         split_begin: int32 (n_units + 1,): slots of unit u are [split_begin[u], split_begin[u + 1]).
         planned_seqlens: int32 (b,): the lengths that were planned for.
@@ -65,7 +65,7 @@ class DecodePlan(launch.OverTensors):
         fixed_overhead: cost of one item beside its tiles, in tiles.
         causal: whether tiles that the causal rule hides from all rows of a unit are left out.
         split_tiles: tiles of a piece with fixed splits, 0 without.
-        check_stale: whether ``decode`` compares its lengths with the planned ones.
+        check_stale: whether ``decode`` compares lengths, offsets and limits with the planned ones.
         p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"`` and pipeline
             ``etap``.
         cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16``, or a format of bytes,
@@ -88,6 +88,7 @@ class DecodePlan(launch.OverTensors):
     _STALE: ClassVar[tuple[str, str]] = (
         "plan", "call plan.update_(cache_seqlens) once after the lengths change",
     )  # fmt: skip
+    _ROWS: ClassVar[str] = "row_seqlens"  # and the limits of query tokens
 
     # whether its tables are the caller's memory, so that kernels must ask whether they fit
     _outside: ClassVar[bool] = False
@@ -389,6 +390,8 @@ class DecodePlan(launch.OverTensors):
                 one that the plan does not take.
         """
         given = (cache_seqlens, cu_seqlens_q, row_seqlens)
+        if self.check_stale:  # by reference: who rewrites them without ``update_`` is noticed
+            object.__setattr__(self, "_kept", given[1:])
         if not tracing.active() and self._fits(*given):
             try:
                 launch_plan(*given, *self._planned)
@@ -451,37 +454,33 @@ class DecodePlan(launch.OverTensors):
                 checks.value_error("row_seqlens", "None: the plan is without", "a tensor", hint)
             checks.vector("row_seqlens", row_seqlens, self._shape_of_rows()[:-1], self.device)
 
-    def check(self, cache_seqlens: torch.Tensor) -> None:
-        """Compares lengths with the planned ones; waits for the device (a debugging aid).
+    def check(
+        self,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+        row_seqlens: torch.Tensor | None = None,
+    ) -> None:
+        """Compares a step's tensors with what was planned; waits for the device (a debugging aid).
 
         ``decode`` calls it if the plan was made with ``check_stale``.  It does nothing while a CUDA
         graph is being captured, where the device cannot be asked.
 
         Args:
             cache_seqlens: int32 (b,), as given to ``decode``.
+            cu_seqlens_q, row_seqlens: as given to ``update_``; None: the tensors of the last
+                ``update_``, which a plan with ``check_stale`` keeps, by what they hold now.
 
         Raises:
-            ValueError: they differ; the message names the sequences.
+            ValueError: they differ; the message names which, and the sequences or query tokens.
         """
-        if self.device.type != "cuda" or not launch.capturing(self.device):
-            self._compare(cache_seqlens)
-
-    def _compare(self, cache_seqlens: torch.Tensor) -> None:
-        """``check`` where the device can be asked."""
-        lengths = self.planned_seqlens[:: self.num_kv_heads]
-        changed = (cache_seqlens != lengths).nonzero().flatten().tolist()
-        if not changed:
+        if self.device.type == "cuda" and launch.capturing(self.device):
             return
-        now, planned = cache_seqlens.tolist(), lengths.tolist()
-        shown = [f"{i} ({planned[i]} -> {now[i]})" for i in changed[:STALE_SHOWN]]
-        if len(changed) > STALE_SHOWN:
-            shown.append(f"{len(changed) - STALE_SHOWN} more")
-        name, hint = self._STALE
-        checks.value_error(
-            name,
-            "the lengths it was last updated for",
-            f"other tokens (planned -> now) in sequence {', '.join(shown)}",
-            hint,
+        offsets, limits = self.__dict__.get("_kept", (None, None))
+        stale.compare(
+            self,
+            cache_seqlens,
+            offsets if cu_seqlens_q is None else cu_seqlens_q,
+            limits if row_seqlens is None else row_seqlens,
         )
 
     def explain(self, limit: int = 16) -> str:
@@ -510,7 +509,10 @@ class DecodePlan(launch.OverTensors):
         tables = {f"plan.{name}": getattr(self, name) for name in TENSORS[:-2]}
         checks.apart("o_accum", o_accum, {"lse_accum": lse_accum, **tables})
         checks.apart("lse_accum", lse_accum, tables)
-        return replace(self, o_accum=o_accum, lse_accum=lse_accum)
+        other = replace(self, o_accum=o_accum, lse_accum=lse_accum)
+        if "_kept" in self.__dict__:
+            object.__setattr__(other, "_kept", self.__dict__["_kept"])
+        return other
 
 
 TENSORS = (

@@ -15,21 +15,24 @@ from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan import TENSORS, PlanVariant
 from snapmla.decode_plan.choices import choices
+from snapmla.decode_plan.witness import Witness, check_witness, compared, no_offsets
 from snapmla.dispatch import PIPELINES
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
-from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach, flat
+from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
 from snapmla.sparse.rows_plan import SparseRowsPlan
 from snapmla.sparse.two_lists import Second
 
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
-# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra
+# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra,
+# witness
 Call = tuple[
     Any, PagedKVCache, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any,
     torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None, Second | None,
+    Witness | None,
 ]  # fmt: skip
 
 
@@ -39,8 +42,8 @@ class Prepared:
 
     variant: PlanVariant
     dtype: torch.dtype  # of ``out``
-    tables: tuple[Any, ...]  # arguments between lengths and results
-    rest: tuple[Any, ...]  # arguments behind the results
+    tables: tuple[Any, ...]  # arguments between lengths and results, of calls without a witness
+    rest: tuple[Any, ...]  # arguments behind the results but the last, ``witness``
     lengths: torch.Tensor  # of calls without ``topk_length``
     no_sink: torch.Tensor
     place: int  # a number for the plan's spans
@@ -62,6 +65,7 @@ def sparse_decode(
     out_dtype: torch.dtype | None = None,
     pipeline: str | None = None,
     extra: Second | None = None,
+    witness: Witness | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``decode(..., indices=)`` does; arguments, results and errors as there.
 
@@ -72,6 +76,10 @@ def sparse_decode(
     if over_rows.is_rows(cache):
         if pipeline is not None:
             checks.value_error("pipeline", "None with a BF16 cache", pipeline, "it has one alone")
+        if witness is not None:
+            name = next(iter(witness.named))
+            hint = "its plan depends on shapes alone: there is nothing to compare"
+            checks.value_error(name, "None with a BF16 cache", "a tensor", hint)
         if extra is not None:
             two_lists.expect_format("cache", cache)
         return over_rows.decode_rows(
@@ -81,6 +89,7 @@ def sparse_decode(
         )
     call: Call = (
         q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra,
+        witness,
     )  # fmt: skip
     if pipeline is not None and isinstance(cache, PagedKVCache):
         checks.choice("pipeline", pipeline, (PIPELINES.get(cache.format),))
@@ -88,16 +97,17 @@ def sparse_decode(
 
 
 def _parts(call: Call) -> calls.Parts:
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *more = call
+    extra, witness = more
     content, rope, token_scale = cache.asks
     rows = q.__class__ is _Tensor
     query, place = (q, 0) if rows else (q.nope_u8, q.place)
-    optional = topk_length, attn_sink, out, lse, *_tensors_of(extra)
+    optional = topk_length, attn_sink, out, lse, *_tensors_of(extra), *(witness or ())
     given = tuple([tensor for tensor in optional if tensor is not None])
     there = tuple([tensor is not None for tensor in optional])
     return (
         (indices, q, *given) if rows else (indices, *given),
-        (options, options[0].__class__, out_dtype, there, rows),
+        (options, options[0].__class__, out_dtype, there, rows, extra is None),
         (
             content(), rope(), token_scale(), plan.o_accum.data_ptr(), query.data_ptr(),
             indices.data_ptr(), place, cache.place,
@@ -113,7 +123,7 @@ def _tensors_of(extra: Second | None) -> tuple[torch.Tensor | None, ...]:
 
 def _places(call: Call, _: object) -> calls.Groups | None:
     """Of a query and a cache that are the plan's, and with it have the memory that they had."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_, extra = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_, extra, witness = call
     if not tracing.plain(q, cache, plan, *(extra or ())[:1]):
         return None
     check_reach(named("cache", cache))  # another cache than the one that was checked
@@ -132,7 +142,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     ):
         return None
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
-    read = indices, topk_length, attn_sink, *_tensors_of(extra)
+    read = indices, topk_length, attn_sink, *_tensors_of(extra), *(witness or ())
     tables = [overlap.span(t) for t in read if t is not None]
     query = (overlap.span(q),) if rows else q.spans
     return *results, (*query, *cache.spans, *plan.spans, *tables)
@@ -140,7 +150,8 @@ def _places(call: Call, _: object) -> calls.Groups | None:
 
 def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *more = call
+    extra, witness = more
     _expect(q, cache, indices, plan)
     check_reach(named("cache", cache))
     device, rows = q.device, rows_of(q)
@@ -169,6 +180,7 @@ def _checked(call: Call) -> Call:
         )  # fmt: skip
     else:
         _check_plan(plan, rows, cache, indices, device)
+    _check_witness(plan, call[5], witness, extra)
     check_lengths(topk_length, plan.batch, device)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (rows[-1],), device)
@@ -177,7 +189,21 @@ def _checked(call: Call) -> Call:
     checks.softmax_scale(options[0])
     choices(False, *options[1:])
     _check_apart(call, plan)
-    return q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra
+    return (*call[:5], plan, *call[6:10], extra, witness)
+
+
+def _check_witness(
+    plan: SparsePlan, given: object, witness: Witness | None, extra: Second | None
+) -> None:
+    """Checks that the plan can be compared with the call's witness."""
+    if witness is None:
+        return
+    name = next(iter(witness.named))
+    if given is None:
+        checks.value_error(name, "None without a plan", "a tensor", "there is nothing to compare")
+    if extra is not None:
+        checks.value_error(name, "None beside a second list", "a tensor")
+    check_witness(plan, witness, "row_lengths")
 
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
@@ -226,7 +252,7 @@ def _check_plan(
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:
     """Checks that given results share no memory with what the call reads, or one another."""
-    q, cache, indices, topk_length, attn_sink, _, out, lse, *_, extra = call
+    q, cache, indices, topk_length, attn_sink, _, out, lse, *_, extra, witness = call
     names = ("extra_cache.kv", "extra_indices", "extra_length")
     read = {
         **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
@@ -235,6 +261,7 @@ def _check_apart(call: Call, plan: SparsePlan) -> None:
         "topk_length": topk_length,
         "attn_sink": attn_sink,
         **dict(zip(names, _tensors_of(extra), strict=extra is not None)),
+        **({} if witness is None else witness.named),
         **{f"plan.{name}": getattr(plan, name) for name in TENSORS},
     }
     checks.apart("out", out, {**read, "lse": lse})
@@ -249,7 +276,8 @@ def _both_lengths(plan: SparsePlan, indices: torch.Tensor, extra: Second) -> tor
 
 def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, Any]:
     """Launches a checked call; see ``call.Op``."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *more = call
+    extra, witness = more
     if not ready:
         ready = _prepare(plan, options, out_dtype if out is None else out.dtype)
     if out is None:
@@ -260,18 +288,21 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
         return (out, lse), False
     lengths = ready.lengths if topk_length is None else topk_length
     if plan.check_stale:
-        plan.check(lengths if extra is None else _both_lengths(plan, indices, extra))
+        of_plan = lengths if extra is None else _both_lengths(plan, indices, extra)
+        plan.check(of_plan, *(witness or ()))
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
     query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
-    entries = indices if indices.ndim == 2 else flat(indices)
+    entries = indices.unsqueeze(0) if ragged else indices
     lists: tuple[Any, ...] = entries, lengths
-    if cache.format in two_lists.TAKEN and entries is not None:
+    if cache.format in two_lists.TAKEN:
         lists = *lists, *two_lists.arguments(cache, entries, extra, ready.lengths)
     kernel(
         *query, *cache.gather_arguments, *lists,
-        ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
+        ready.no_sink if attn_sink is None else attn_sink,
+        *(ready.tables if witness is None else compared(ready.tables, witness)),
         out.unsqueeze(0) if ragged else out, lse.unsqueeze(0) if ragged else lse, *ready.rest,
+        0 if witness is None else 1,
     )  # fmt: skip
     return (out, lse), ready
 
@@ -283,13 +314,20 @@ def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> P
     no_sink = torch.empty(0, dtype=torch.float32, device=plan.device)
     chosen = dtype or plan.variant.out_dtypes[0]
     return Prepared(
-        plan.variant, chosen, tuple(tables), rest, plan.planned_seqlens, no_sink, plan.place
+        plan.variant,
+        chosen,
+        (*tables, no_offsets(plan.device)),
+        rest,
+        plan.planned_seqlens,
+        no_sink,
+        plan.place,
     )
 
 
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *given = call
+    extra, witness = given
     _expect(q, cache, indices, plan)
     rows = rows_of(q)
     if extra is not None:
@@ -300,10 +338,11 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             return tracing.between_graphs(
                 sparse_decode, q, cache, indices, softmax_scale=options[0],
                 topk_length=topk_length, attn_sink=attn_sink, plan=plan, out=out, lse=lse,
-                lse_base=options[1], empty_lse=options[2], out_dtype=out_dtype,
+                lse_base=options[1], empty_lse=options[2], out_dtype=out_dtype, witness=witness,
             )  # fmt: skip
-        *_, plan, _, _, _, _, _ = _checked(call)
+        plan = _checked(call)[5]
     _check_plan_shape(plan, rows)
+    _check_witness(plan, call[5], witness, extra)
     _, factor, empty = choices(False, *options[1:])
     ragged, is_rows = len(rows) == 2, isinstance(q, torch.Tensor)
     if isinstance(q, torch.Tensor):
@@ -311,7 +350,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         read = *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now()
     common = (
-        *read, indices.reshape(-1, indices.shape[-1]),
+        *read, indices.unsqueeze(0) if ragged else indices,
         plan.planned_seqlens if topk_length is None else topk_length, attn_sink, plan.work_items,
         plan.part_begin, plan.split_begin, plan.units, plan.row_limits, plan.o_accum,
         plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),
@@ -321,6 +360,8 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     more: dict[str, Any] = {"p_terms": plan.p_terms}
     if is_rows:
         more = {"cache_dtype": cache.format}
+    if witness is not None:
+        more |= witness.named
     make, write = (
         (ops.sparse_decode_rows, ops.sparse_decode_rows_out)
         if is_rows

@@ -22,7 +22,7 @@ def check_indices(
     device: torch.device,
     name: str = "indices",
 ) -> None:
-    """int32 (b, s_q, topk) or (total_q, topk); one stride from row to row.
+    """int32 (b, s_q, topk) or (total_q, topk); entries of a row lie side by side, rows anywhere.
 
     Args:
         topk: the plan's; None: any.
@@ -34,17 +34,6 @@ def check_indices(
         checks.value_error(name, "a width of 1 or more entries", indices.shape[-1])
     if indices.shape[-1] > 1 and indices.stride(-1) != 1:
         checks.value_error(name, "innermost stride 1", f"strides {indices.stride()}")
-    if flat(indices) is None:
-        wanted = "one stride from query token to query token"
-        checks.value_error(name, wanted, f"strides {indices.stride()}", "call .contiguous()")
-
-
-def flat(indices: torch.Tensor) -> torch.Tensor | None:
-    """(tokens, topk) as kernels take it; None of strides that no such view has."""
-    try:
-        return indices if indices.ndim == 2 else indices.view(-1, indices.shape[-1])
-    except RuntimeError:
-        return None
 
 
 def check_lengths(

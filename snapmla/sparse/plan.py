@@ -50,6 +50,7 @@ class SparsePlan(DecodePlan):
     _STALE: ClassVar[tuple[str, str]] = (
         "plan", "call plan.update_(topk_length) once after the lengths change",
     )  # fmt: skip
+    _ROWS: ClassVar[str] = "row_lengths"
 
     @functools.cached_property
     def variant(self) -> PlanVariant:

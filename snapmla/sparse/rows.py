@@ -22,7 +22,7 @@ from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan.choices import choices
 from snapmla.plan import sm_count
 from snapmla.quant import QuantizedQuery, named
-from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach, flat
+from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
 from snapmla.sparse.rows_kernel import kernel_of
 from snapmla.sparse.rows_plan import ROWS, SparseRowsPlan, plan_rows
 
@@ -220,9 +220,7 @@ def _launch(call: Call, ready: Ready | None) -> tuple[tuple[Tensor, Tensor], Any
         lengths = plan.lengths
     lists = call.indices
     if plan.s_q > 1:
-        rows_of_lists = flat(lists)
-        assert rows_of_lists is not None  # checked
-        lists = rows_of_lists[:, None]
+        lists = lists.flatten(0, 1)[:, None]  # copied where tokens of a sequence lie apart
     sink = ready.no_sink if call.attn_sink is None else call.attn_sink
     read = (call.q.flatten(0, 1), kv, lists, lengths, sink)
     if plan.pieces == 1:

@@ -15,7 +15,7 @@ from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.sparse.lists import check_indices, flat
+from snapmla.sparse.lists import check_indices
 
 TAKEN = tuple(name for name, each in FORMATS.items() if each.two_lists)  # formats
 Tensor = torch.Tensor
@@ -82,10 +82,10 @@ def arguments(
     """What the kernel takes of a second list; of none a row of no entries, over the first cache.
 
     Args:
-        indices: of the first list, (tokens, topk).
+        indices: of the first list, (b, s_q, topk).
         lengths: of the plan, no less than any row's entries.
     """
     if extra is None:
-        return *cache.gather_arguments, indices[:, :0], lengths
+        return *cache.gather_arguments, indices[..., :0], lengths
     length = lengths if extra.length is None else extra.length
-    return *extra.cache.gather_arguments, flat(extra.indices), length
+    return *extra.cache.gather_arguments, extra.indices, length

@@ -27,8 +27,8 @@ SCALE = HEAD_DIM_QK**-0.5
 # The exported function's, in order (dsl_kernels/smxx/dense_entry.py).
 ARGUMENTS = (
     "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
-    "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "causal",
-    "lse_factor", "empty_lse", "may_split",
+    "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",
+    "causal", "lse_factor", "empty_lse", "may_split", "witness",
 )  # fmt: skip
 TILE = 64
 P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/dense_frames.py)
@@ -355,7 +355,7 @@ class DenseJob:
             **self._workspace(2 * self.parts, unit_rows),
             **self._planned().arguments(),
             "softmax_scale": SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
-            "may_split": int(self.plan.split_begin[-1] > 0),
+            "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
 
     def run(self, kernel: runtime.Kernel) -> tuple[Tensor, Tensor]:

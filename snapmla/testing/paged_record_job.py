@@ -26,8 +26,8 @@ from snapmla.testing.workloads.call import DTYPES, NATURAL
 # The exported function's, in order (dsl_kernels/smxx/paged_record_entry.py).
 ARGUMENTS = (
     "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
-    "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "causal",
-    "lse_factor", "empty_lse", "may_split",
+    "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",
+    "causal", "lse_factor", "empty_lse", "may_split", "witness",
 )  # fmt: skip
 ABSURD_PAGES = (2147480000, -1)
 
@@ -167,7 +167,7 @@ class PagedRecordJob(RecordJob):
             "lse_accum": torch.full((slots, rows), math.nan),
             **self._planned().arguments(), "softmax_scale": HEAD_SCALE,
             "causal": int(shape.causal), **NATURAL,
-            "may_split": int(self.plan.split_begin[-1] > 0),
+            "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
 
     # ---------------------------------------------------------------- truth

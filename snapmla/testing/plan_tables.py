@@ -60,7 +60,8 @@ class PlanTables:
     def arguments(self) -> dict[str, torch.Tensor]:
         """What decode takes, by name."""
         names = ("work_items", "part_begin", "split_begin", "units", "row_limits")
-        return {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in names}
+        return {**given, "cu_seqlens_q": self.units.new_zeros(0)}  # no witness
 
     def fill(
         self,

@@ -39,8 +39,8 @@ SLACK, SLACK_OF_FRAMES = 1e-4, 2.5e-3
 # The exported function's, in order (dsl_kernels/smxx/record_entry.py).
 ARGUMENTS = (
     "q", "cache", "indices", "topk_length", "attn_sink", "work_items", "part_begin", "split_begin",
-    "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor",
-    "empty_lse", "may_split",
+    "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",
+    "lse_factor", "empty_lse", "may_split", "witness",
 )  # fmt: skip
 # And where there may be two lists (dsl_kernels/smxx/two_list_entry.py).
 TWO_LISTS = (*ARGUMENTS[:4], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[4:])
@@ -225,9 +225,10 @@ class RecordJob(SparseJob):
         slots = max(2 * shape.parts, self.plan.split_begin[-1])
         nothing = self.cache, self.indices[:, :0], torch.empty(0, dtype=torch.int32)
         extra_cache, extra_indices, _ = self.extra or nothing
+        lists = [x.unflatten(0, (b_q, shape.s_q)) for x in (self.indices, extra_indices)]
         given = {
-            "q": self.q16, "cache": self.cache, "indices": self.indices,
-            "extra_cache": extra_cache, "extra_indices": extra_indices,
+            "q": self.q16, "cache": self.cache, "indices": lists[0],
+            "extra_cache": extra_cache, "extra_indices": lists[1],
             "extra_length": torch.tensor(shape.extra_lengths, dtype=torch.int32),
             "topk_length": self.lengths, "attn_sink": self.sink,
             "out": out.to(DTYPES[self.spec.out_dtype]),
@@ -235,7 +236,7 @@ class RecordJob(SparseJob):
             "o_accum": torch.full((slots, shape.heads, PARTIAL_ROW), math.nan).half(),
             "lse_accum": torch.full((slots, shape.heads), math.nan),
             **self._planned().arguments(), "softmax_scale": HEAD_SCALE, **NATURAL,
-            "may_split": int(self.plan.split_begin[-1] > 0),
+            "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
         return {name: given[name] for name in self.argument_names}
 

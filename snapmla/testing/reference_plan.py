@@ -83,6 +83,7 @@ class Unit:
         tiles: token tiles that some row of it sees.
         first_hidden: first token that some row must not see, with row limits; else
             ``NOTHING_HIDDEN``.
+        most: tokens that some row of it sees.
     """
 
     sequence: int
@@ -90,6 +91,7 @@ class Unit:
     end_row: int
     tiles: int
     first_hidden: int = NOTHING_HIDDEN
+    most: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class PlanReference:
 
     Attributes:
         work_items: (sequence, first tile, end tile, slot, first row, end row of the sequence, first
-            hidden token, 0); slot -1 writes the output directly.
+            hidden token, tokens that some of the rows see); slot -1 writes the output directly.
         part_begin: parts + 1 indices into ``work_items``.
         split_begin: an index of accumulation slots for each unit that there may be, and the end;
             an empty range means unsplit.
@@ -170,7 +172,7 @@ class Queries:
             most, hidden = max(limits), min(limits)
         elif self.causal:
             most = max(0, seqlen - (tokens[1] - 1 - last))
-        return Unit(sequence, first_row, end_row, -(-most // token_tile), hidden)
+        return Unit(sequence, first_row, end_row, -(-most // token_tile), hidden, most)
 
     def units(self, lengths: Sequence[int], token_tile: int) -> tuple[list[Unit], list[int]]:
         """(units of all sequences, index of each sequence's first, and their number)."""
@@ -313,8 +315,8 @@ def _number(
             if pieces[at] > 1:
                 slot = used[at]
                 used[at] += 1
-            rows = (unit.first_row, unit.end_row, unit.first_hidden)
-            work_items.append((unit.sequence, begin, end, slot, *rows, 0))
+            rows = (unit.first_row, unit.end_row, unit.first_hidden, unit.most)
+            work_items.append((unit.sequence, begin, end, slot, *rows))
         part_begin.append(len(work_items))
     part_begin += [len(work_items)] * (parts + 1 - len(part_begin))
     return work_items, part_begin, split_begin

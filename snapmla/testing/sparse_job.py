@@ -28,8 +28,8 @@ INT_MAX = 2**31 - 1
 # The exported function's, in order (dsl_kernels/smxx/sparse_entry.py).
 ARGUMENTS = (
     "q_nope", "q_rope", "q_scale", "content", "rope", "scale", "indices", "topk_length",
-    "attn_sink", "work_items", "part_begin", "split_begin", "units", "row_limits", "out", "lse",
-    "o_accum", "lse_accum", "softmax_scale", "lse_factor", "empty_lse", "may_split",
+    "attn_sink", "work_items", "part_begin", "split_begin", "units", "row_limits", "cu_seqlens_q",
+    "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor", "empty_lse", "may_split", "witness",
 )  # fmt: skip
 LAYOUTS = ("split", "paged", "row640", "packed")
 STYLES = ("plain", "swings", "equal")
@@ -248,12 +248,13 @@ class SparseJob:
         content, rope, scale = self.planes
         return {
             "q_nope": q.nope_u8, "q_rope": q.rope, "q_scale": q.row_scale,
-            "content": content, "rope": rope, "scale": scale, "indices": self.indices,
+            "content": content, "rope": rope, "scale": scale,
+            "indices": self.indices.unflatten(0, (b_q, shape.s_q)),
             "topk_length": self.lengths, "attn_sink": self.sink,
             "out": out.to(DTYPES[self.spec.out_dtype]), "lse": lse,
             "o_accum": o_accum, "lse_accum": lse_accum, **self._planned().arguments(),
             "softmax_scale": HEAD_SCALE, **NATURAL,
-            "may_split": int(self.plan.split_begin[-1] > 0),
+            "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
 
     def run(self, kernel: runtime.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,20 @@ from dsl_kernels.dims import KV_LORA_RANK, MERGE_CHECKED, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, layouts, quant
 from snapmla.decode_plan import PlanVariant
 from snapmla.decode_plan.choices import OUT_NAMES
-from snapmla.torch_ops.decode_arguments import ARGUMENTS, check_tables_of, new_results
+from snapmla.torch_ops.decode_arguments import (
+    ARGUMENTS,
+    WITNESS,
+    check_tables_of,
+    new_results,
+    witness_of,
+)
 from snapmla.torch_ops.operator import Operator
 
 _ARGUMENTS = (
     "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor? rope, Tensor? scale, "
     + ARGUMENTS
 )
-_OPTIONS = "int p_terms=1, bool check_tables=False"
+_OPTIONS = f"int p_terms=1, bool check_tables=False, {WITNESS}"
 
 
 def _decode(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -57,6 +63,8 @@ def _decode_out(
     *,
     p_terms: int = 1,
     check_tables: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    row_seqlens: Tensor | None = None,
 ) -> None:
     b_q, s_q, heads, _ = q_nope.shape
     b = cache_seqlens.shape[0] if units.shape[0] else b_q
@@ -80,6 +88,7 @@ def _decode_out(
         MERGE_CHECKED if check_tables and not units.shape[0] else int(may_split),
         (out, lse),
         (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
+        witness_of(cu_seqlens_q, row_seqlens, row_limits, b),
     )
 
 

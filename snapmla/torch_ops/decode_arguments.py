@@ -8,6 +8,7 @@ from torch import Tensor
 from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK
 from snapmla import checks
 from snapmla.decode_plan import FP8, partial_rows
+from snapmla.decode_plan.witness import Witness
 
 ARGUMENTS = (
     "Tensor block_table, Tensor cache_seqlens, Tensor work_items, Tensor part_begin, "
@@ -15,6 +16,20 @@ ARGUMENTS = (
     "Tensor(b!) lse_accum, str pipeline, int row_tile, bool may_split, float softmax_scale, "
     "bool causal, float lse_factor, float empty_lse"
 )
+# behind them, by name: a call's witness (snapmla/decode_plan/witness.py)
+WITNESS = "Tensor? cu_seqlens_q=None, Tensor? row_seqlens=None"
+
+
+def witness_of(
+    cu_seqlens_q: Tensor | None, row_seqlens: Tensor | None, row_limits: Tensor, b: int
+) -> Witness | None:
+    """A call's witness, checked against the plan's tables."""
+    if cu_seqlens_q is not None:
+        checks.vector("cu_seqlens_q", cu_seqlens_q, (b + 1,), row_limits.device)
+    if row_seqlens is not None:
+        row_seqlens = row_seqlens.reshape(-1)
+        checks.vector("row_seqlens", row_seqlens, tuple(row_limits.shape), row_limits.device)
+    return Witness.of(cu_seqlens_q, row_seqlens)
 
 
 def new_results(q_nope: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

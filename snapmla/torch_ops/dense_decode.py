@@ -12,11 +12,17 @@ from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from snapmla import attention, byte_cache, checks, dispatch, layouts
 from snapmla.decode_plan import PlanVariant
-from snapmla.torch_ops.decode_arguments import ARGUMENTS, check_tables_of, new_results
+from snapmla.torch_ops.decode_arguments import (
+    ARGUMENTS,
+    WITNESS,
+    check_tables_of,
+    new_results,
+    witness_of,
+)
 from snapmla.torch_ops.operator import Operator
 
 _ARGUMENTS = "Tensor q, Tensor kv, " + ARGUMENTS
-_OPTIONS = "str cache_dtype=''"  # of bytes their format
+_OPTIONS = f"str cache_dtype='', {WITNESS}"  # of bytes their format
 
 
 def _dense_decode(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -48,6 +54,9 @@ def _dense_decode_out(
     out: Tensor,
     lse: Tensor,
     cache_dtype: str = "",
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    row_seqlens: Tensor | None = None,
 ) -> None:
     b_q, s_q, heads, _ = q.shape
     b = cache_seqlens.shape[0] if units.shape[0] else b_q
@@ -80,6 +89,7 @@ def _dense_decode_out(
         int(may_split),
         (out, lse),
         (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
+        witness_of(cu_seqlens_q, row_seqlens, row_limits, b),
     )
 
 
@@ -92,7 +102,9 @@ def _bytes_of(cache_dtype: str, kv: Tensor) -> Tensor:
     return kv.squeeze(2)
 
 
-def _fake_dense_decode(*arguments: Any, cache_dtype: str = "") -> tuple[Tensor, Tensor]:
+def _fake_dense_decode(
+    *arguments: Any, cache_dtype: str = "", **_witness: Any
+) -> tuple[Tensor, Tensor]:
     q, kv, block_table = arguments[:3]
     channels = FORMATS[cache_dtype].channels if cache_dtype else HEAD_DIM_QK
     checks.tensor("q", q, checks.ROWS, ("b", "s_q", "num_heads", channels))

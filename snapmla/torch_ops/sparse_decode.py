@@ -15,6 +15,7 @@ from dsl_kernels.families.formats import FORMATS
 from snapmla import byte_cache, checks, layouts, quant
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import FP8
+from snapmla.decode_plan.witness import compared, no_offsets
 from snapmla.dispatch import PIPELINES
 from snapmla.sparse import rows, two_lists
 from snapmla.sparse.lists import check_reach
@@ -22,7 +23,7 @@ from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.sparse.rows_plan import STATIC, TENSORS, SparseRowsPlan
 from snapmla.torch_ops import pytrees
 from snapmla.torch_ops.decode import check_query
-from snapmla.torch_ops.decode_arguments import check_tables_of, new_results
+from snapmla.torch_ops.decode_arguments import WITNESS, check_tables_of, new_results, witness_of
 from snapmla.torch_ops.operator import Operator
 from snapmla.torch_ops.plan import register_plan
 
@@ -43,7 +44,8 @@ _PIECES = (
 )
 _BF16_OUT = "Tensor(d!) out, Tensor(e!) lse"
 _OUT = "Tensor(c!) out, Tensor(d!) lse"
-_OPTIONS, _ROW_OPTIONS = "int p_terms=1", f"str cache_dtype='{FORMAT}'"
+_OPTIONS = f"int p_terms=1, {WITNESS}"
+_ROW_OPTIONS = f"str cache_dtype='{FORMAT}', {WITNESS}"
 
 
 def _planes(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -63,10 +65,11 @@ def _planes_out(
     scale: Tensor | None,
     *rest: Any,
     p_terms: int = 1,
+    **witness: Tensor | None,
 ) -> None:
     check_query(q_nope, q_rope)
     query = q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3])
-    _launch(query, layouts.views_of(content, rope, scale), FP8, p_terms, *rest)
+    _launch(query, layouts.views_of(content, rope, scale), FP8, p_terms, *rest, **witness)
 
 
 def _rows(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -84,7 +87,9 @@ def _record(cache_dtype: str) -> Record:
     return FORMATS[cache_dtype]
 
 
-def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT) -> None:
+def _rows_out(
+    q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT, **witness: Tensor | None
+) -> None:
     record = _record(cache_dtype)
     checks.query_rows(tuple(q.shape[:3]))
     shape = ("b", "s_q", "num_heads", record.channels)
@@ -93,7 +98,7 @@ def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT) -> N
     checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
     if len(record.planes) > 1 or record.two_lists:  # whose kernels ask no strides of tokens
         byte_cache.check(record, kv)
-    _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest)
+    _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest, **witness)
 
 
 def _launch(
@@ -119,6 +124,9 @@ def _launch(
     empty_lse: float,
     out: Tensor,
     lse: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    row_seqlens: Tensor | None = None,
 ) -> None:
     """Checks what is common to both, and launches the kernel of a format."""
     q = query[0]
@@ -128,7 +136,8 @@ def _launch(
         return
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
     check_tables_of(tables, "q", q, b, row_tile, fmt, rows=heads)
-    checks.tensor("indices", indices, (torch.int32,), (b_q * s_q, "topk"), device)
+    indices = _lists(indices, b_q, s_q)
+    checks.tensor("indices", indices, (torch.int32,), (b_q, s_q, "topk"), device)
     checks.vector("topk_length", topk_length, (b,), device)
     sink = out.new_empty(0, dtype=torch.float32) if attn_sink is None else attn_sink
     names = ("content", "rope", "scale") if len(cache) == 3 else ("kv",)
@@ -142,11 +151,21 @@ def _launch(
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
     second: tuple[Tensor, ...] = ()
     if fmt in two_lists.TAKEN:  # of no entries
-        second = *cache, indices[:, :0], topk_length
+        second = *cache, indices[..., :0], topk_length
+    own: tuple[Any, ...] = (*tables[:-2], no_offsets(device))
+    witness = witness_of(cu_seqlens_q, row_seqlens, row_limits, b)
+    if witness is not None:
+        own = compared(own, witness)
     variant.kernel(out.dtype)(
-        *query, *cache, indices, topk_length, *second, sink, *tables[:-2], out, lse, *tables[-2:],
+        *query, *cache, indices, topk_length, *second, sink, *own, out, lse, *tables[-2:],
         checks.softmax_scale(softmax_scale), lse_factor, empty_lse, int(may_split),
+        int(witness is not None),
     )  # fmt: skip
+
+
+def _lists(indices: Tensor, b_q: int, s_q: int) -> Tensor:
+    """(b_q, s_q, topk) of that or of (b_q * s_q, topk)."""
+    return indices.unflatten(0, (b_q, s_q)) if indices.ndim == 2 else indices
 
 
 def _fake_planes(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
@@ -154,15 +173,22 @@ def _fake_planes(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
     content = layouts.views_of(*arguments[3:6])[0]
     checks.tensor("q_nope", q_nope, (torch.uint8,), ("b", "s_q", "num_heads", KV_LORA_RANK))
     checks.tensor("content", content, (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
-    checks.tensor("indices", indices, (torch.int32,), ("tokens", "topk"))
+    _check_lists(indices)
     return new_results(q_nope, arguments[-1])
 
 
-def _fake_rows(*arguments: Any, cache_dtype: str = FORMAT) -> tuple[Tensor, Tensor]:
+def _check_lists(indices: Tensor) -> None:
+    shape = ("tokens", "topk") if indices.ndim == 2 else ("b", "s_q", "topk")
+    checks.tensor("indices", indices, (torch.int32,), shape)
+
+
+def _fake_rows(
+    *arguments: Any, cache_dtype: str = FORMAT, **_witness: Any
+) -> tuple[Tensor, Tensor]:
     q, _, indices = arguments[:3]
     shape = ("b", "s_q", "num_heads", _record(cache_dtype).channels)
     checks.tensor("q", q, (torch.bfloat16,), shape)
-    checks.tensor("indices", indices, (torch.int32,), ("tokens", "topk"))
+    _check_lists(indices)
     return new_results(q, arguments[-1])
 
 

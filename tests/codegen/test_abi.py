@@ -167,6 +167,7 @@ def test_decode(calls: Calls) -> None:
         "row_limits": plan.row_limits, "out": out, "lse": lse,
         "o_accum": plan.o_accum, "lse_accum": plan.lse_accum, "softmax_scale": 0.3, "causal": 0,
         "lse_factor": math.log(2.0), "empty_lse": math.inf, "may_split": 1,
+        "cu_seqlens_q": torch.zeros(0, **INTS), "witness": 0,
     }  # fmt: skip
     snapmla.decode(
         q, cache, table, lengths, softmax_scale=0.3, plan=plan, causal=False, out=out, lse=lse,

@@ -50,18 +50,18 @@ def by_lists(job: PagedRecordJob, kernel: Any, split_tiles: int = 0) -> tuple[Te
     plan = plan_reference(lengths, 1, 64, 1, shape.topk, split_tiles, queries=queries)
     slots = max(plan.split_begin[-1], 1)
     given: dict[str, Any] = {
-        "q": q, "cache": job.cache, "indices": job.indices,
+        "q": q, "cache": job.cache, "indices": job.indices.unflatten(0, q.shape[:2]),
         "topk_length": torch.tensor(lengths, dtype=torch.int32), "attn_sink": torch.empty(0),
         "out": torch.full((*q.shape[:3], KV_LORA_RANK), math.nan, dtype=DTYPES["bf16"]),
         "lse": torch.full((q.shape[0], shape.heads, shape.s_q), math.nan),
         "o_accum": torch.full((slots, shape.heads, PARTIAL_ROW), math.nan).half(),
         "lse_accum": torch.full((slots, shape.heads), math.nan),
         **PlanTables.of(plan).arguments(), "softmax_scale": HEAD_SCALE, **NATURAL,
-        "may_split": int(plan.split_begin[-1] > 0),
+        "may_split": int(plan.split_begin[-1] > 0), "witness": 0,
     }  # fmt: skip
     names = ARGUMENTS
     if job.record.two_lists:  # of which the second is empty
-        names, nothing = TWO_LISTS, job.indices[:, :0]
+        names, nothing = TWO_LISTS, job.indices.unflatten(0, q.shape[:2])[..., :0]
         given |= {"extra_cache": job.cache, "extra_indices": nothing, "extra_length": job.lengths}
     moved = {k: placed(x, job.device) if isinstance(x, Tensor) else x for k, x in given.items()}
     kernel(*(moved[name] for name in names))

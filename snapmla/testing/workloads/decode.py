@@ -83,7 +83,7 @@ class DecodeJob:
             "out": out, "lse": lse, "o_accum": o_accum, "lse_accum": lse_accum,
             **self._planned().arguments(),
             "softmax_scale": HEAD_SCALE, "causal": 1, **NATURAL,
-            "may_split": int(self.plan.split_begin[-1] > 0),
+            "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
 
     def run(self, kernel: softgpu.LoadedKernel) -> tuple[Tensor, Tensor]:
@@ -199,8 +199,8 @@ def recorded(case: Case, run: Runner) -> Recorded:
         q_scale=run.there(given["q_scale"].view(np.float32)), **cache,
         block_table=run.there(given["block_table"]),
         cache_seqlens=run.there(given["cache_seqlens"]), work_items=work["work_items"],
-        part_begin=work["part_begin"], **run.alone("row_limits"), **merged,
-        softmax_scale=exact.SOFTMAX_SCALE, causal=int(case.index % 3 != 2), may_split=0,
+        part_begin=work["part_begin"], **run.alone("row_limits", "cu_seqlens_q"), **merged,
+        softmax_scale=exact.SOFTMAX_SCALE, causal=int(case.index % 3 != 2), may_split=0, witness=0,
     )  # fmt: skip
     before = exact.bits_of(out).reshape(-1, KV_LORA_RANK)
     merge = VariantSpec(op="merge", arch=spec.arch, out_dtype=spec.out_dtype)

@@ -83,9 +83,10 @@ def recorded(case: Case, run: Runner) -> Recorded:
     factor, empty = exact.LSE[case.index // 2 % 2]
     run.call(
         case.variant, q=q.to(run.device), cache=cache, block_table=run.there(table),
-        cache_seqlens=run.there(own), **work, **run.alone("units", "row_limits"), out=out, lse=lse,
+        cache_seqlens=run.there(own), **work,
+        **run.alone("units", "row_limits", "cu_seqlens_q"), out=out, lse=lse,
         **partial, softmax_scale=exact.SOFTMAX_SCALE, causal=int(case.index % 4 != 1),
-        lse_factor=factor, empty_lse=empty, may_split=1,
+        lse_factor=factor, empty_lse=empty, may_split=1, witness=0,
     )  # fmt: skip
     words = [exact.bits_of(x).reshape(slots * rows_pad, -1) for x in partial.values()]
     found = exact.results([], out, lse).rows

@@ -90,10 +90,11 @@ def recorded(case: Case, run: Runner) -> Recorded:
     run.call(
         case.variant, q=exact.from_bits(q, "bf16").to(run.device), cache=cache,
         block_table=run.there(table), cache_seqlens=run.there(lengths),
-        **{name: run.there(x) for name, x in lists.items()}, **run.alone("units", "row_limits"),
+        **{name: run.there(x) for name, x in lists.items()},
+        **run.alone("units", "row_limits", "cu_seqlens_q"),
         out=out, lse=lse, o_accum=run.full((slots, rows_pad, PARTIAL_ROW), 5.0, DTYPES["f16"]),
         lse_accum=run.full((slots, rows_pad), 5.0), softmax_scale=exact.SOFTMAX_SCALE,
-        causal=int(case.index % 4 != 1), lse_factor=factor, empty_lse=empty, may_split=1,
+        causal=int(case.index % 4 != 1), lse_factor=factor, empty_lse=empty, may_split=1, witness=0,
     )  # fmt: skip
     return exact.results([q, rows, lengths, table], out, lse)
 

@@ -298,9 +298,10 @@ class Source:
         work, slots = self.split_work(sizes, spec.token_tile)
         rows = -(-sizes.heads * sizes.s_q // spec.row_tile) * spec.row_tile
         return {
-            **work, **self.alone("units", "row_limits"), **self.results(sizes, out_dtype),
+            **work, **self.alone("units", "row_limits", "cu_seqlens_q"),
+            **self.results(sizes, out_dtype),
             **self.partial_rows(slots, rows, cache_dtype), "softmax_scale": exact.SOFTMAX_SCALE,
-            "causal": 1, **NATURAL, "may_split": 0,
+            "causal": 1, **NATURAL, "may_split": 0, "witness": 0,
         }  # fmt: skip
 
     def paged(self, sizes: Sizes, page_size: int) -> tuple[dict[str, Tensor], int]:

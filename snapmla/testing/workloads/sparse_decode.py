@@ -88,12 +88,13 @@ def recorded(case: Case, run: Runner) -> Recorded:
     sink = run.full((heads if case.index % 2 else 0,), 1.0)
     run.call(
         case.variant, q_nope=run.there(q8), q_rope=exact.from_bits(q_rope, "bf16").to(run.device),
-        q_scale=run.there(q_scale), **cache, indices=run.there(indices),
+        q_scale=run.there(q_scale), **cache, indices=run.there(indices)[:, None],
         topk_length=run.there(lengths), attn_sink=sink,
-        **{name: run.there(x) for name, x in lists.items()}, **run.alone("units", "row_limits"),
+        **{name: run.there(x) for name, x in lists.items()},
+        **run.alone("units", "row_limits", "cu_seqlens_q"),
         out=out, lse=lse, o_accum=run.full((slots, heads, PARTIAL_ROW), 5.0, torch.float16),
         lse_accum=run.full((slots, heads), 5.0), softmax_scale=exact.SOFTMAX_SCALE,
-        lse_factor=factor, empty_lse=empty, may_split=1,
+        lse_factor=factor, empty_lse=empty, may_split=1, witness=0,
     )  # fmt: skip
     return exact.results([q8, q_rope, q_scale, content, rope, scale, indices, lengths], out, lse)
 
@@ -116,12 +117,15 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         "q_nope": source.e4m3(*rows, KV_LORA_RANK),
         "q_rope": source.normal(*rows, QK_ROPE_HEAD_DIM), "q_scale": source.full(*rows, value=0.01),
         **source.planes(pages, PAGE, "fp8"),
-        "indices": source.below(pages * PAGE, tokens * topk).int().view(tokens, topk),
+        "indices": source.below(pages * PAGE, tokens * topk).int().view(
+            sizes.batch, sizes.s_q, topk
+        ),
         "topk_length": source.i32([topk] * sizes.batch), "attn_sink": source.full(0), **tables,
         **source.results(sizes, spec.out_dtype),
         "o_accum": source.full(slots, sizes.heads, PARTIAL_ROW, dtype=torch.float16),
         "lse_accum": source.full(slots, sizes.heads, value=-math.inf),
         "softmax_scale": HEAD_SCALE, **NATURAL, "may_split": int(plan.split_begin[-1] > 0),
+        "witness": 0,
     }  # fmt: skip
 
 

@@ -101,11 +101,12 @@ def recorded(case: Case, run: Runner) -> Recorded:
     sink = run.full((heads if case.index % 2 else 0,), 1.0)
     run.call(
         case.variant, q=exact.from_bits(q, "bf16").to(run.device), cache=cache,
-        indices=run.there(indices), topk_length=run.there(lengths), attn_sink=sink,
-        **{name: run.there(x) for name, x in lists.items()}, **run.alone("units", "row_limits"),
+        indices=run.there(indices)[:, None], topk_length=run.there(lengths), attn_sink=sink,
+        **{name: run.there(x) for name, x in lists.items()},
+        **run.alone("units", "row_limits", "cu_seqlens_q"),
         out=out, lse=lse, o_accum=run.full((slots, heads, PARTIAL_ROW), 5.0, DTYPES["f16"]),
         lse_accum=run.full((slots, heads), 5.0), softmax_scale=exact.SOFTMAX_SCALE,
-        lse_factor=factor, empty_lse=empty, may_split=1,
+        lse_factor=factor, empty_lse=empty, may_split=1, witness=0,
     )  # fmt: skip
     return exact.results([q, rows, indices, lengths], out, lse)
 
@@ -123,10 +124,10 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     tables = {name: x.to(device) for name, x in PlanTables.of(plan).arguments().items()}
     record, second = FORMATS[spec.cache_dtype], {}
     cache = records(source, pages, record)
-    indices = source.below(pages * PAGE, tokens * topk).int().view(tokens, topk)
+    indices = source.below(pages * PAGE, tokens * topk).int().view(sizes.batch, sizes.s_q, topk)
     if record.two_lists:  # of which there is none
         second = {
-            "extra_cache": cache, "extra_indices": indices[:, :0], "extra_length": source.i32([])
+            "extra_cache": cache, "extra_indices": indices[..., :0], "extra_length": source.i32([])
         }  # fmt: skip
     return {
         "q": source.normal(sizes.batch, sizes.s_q, sizes.heads, record.channels),
@@ -136,6 +137,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         "o_accum": source.full(slots, sizes.heads, PARTIAL_ROW, dtype=DTYPES["f16"]),
         "lse_accum": source.full(slots, sizes.heads, value=-math.inf),
         "softmax_scale": HEAD_SCALE, **NATURAL, "may_split": int(plan.split_begin[-1] > 0),
+        "witness": 0,
     }  # fmt: skip
 
 
