@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import checks
+from snapmla import checks, launch
 from snapmla.checks.tensors import FP8
 from snapmla.decode_plan import DecodePlan
 from snapmla.parallel.exchange import Arena, Exchange, Rows, make_exchange
@@ -152,7 +152,26 @@ class ContextPlan:
         checks.lengths(cache_seqlens, self.plan.batch, self.cache_seqlens.device)
         self._lengths.update_(cache_seqlens, cu_seqlens_q)
         self.plan.update_(self.cache_seqlens, cu_seqlens_q, self.row_seqlens)
+        self.watch(cache_seqlens)
         return self
+
+    def watch(self, cache_seqlens: Tensor) -> None:
+        """With ``check_stale``: keeps the whole lengths by reference, and what they hold now."""
+        if self.plan.check_stale:
+            object.__setattr__(self, "_whole", (cache_seqlens, cache_seqlens.clone()))
+
+    def expect_fresh(self) -> None:
+        """ValueError if the whole lengths of the last ``update_`` were rewritten since; only with
+        ``check_stale``, as it waits for the device."""
+        now, planned = self.__dict__.get("_whole", (None, None))
+        if now is None or (now.device.type == "cuda" and launch.capturing(now.device)):
+            return
+        changed = (now != planned).nonzero().flatten().tolist()
+        if changed:
+            got = f"other tokens (planned -> now) in sequence {changed[0]} "
+            got += f"({int(planned[changed[0]])} -> {int(now[changed[0]])})"
+            hint = "call plan.update_(cache_seqlens) once after the lengths change"
+            checks.value_error("plan", "the lengths it was last updated for", got, hint)
 
     def __repr__(self) -> str:
         return f"ContextPlan({self.group!r}: tokens {self.tokens}, {self.plan!r})"

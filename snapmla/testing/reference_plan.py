@@ -91,7 +91,7 @@ class Unit:
     end_row: int
     tiles: int
     first_hidden: int = NOTHING_HIDDEN
-    most: int
+    most: int = 0
 
 
 @dataclass(frozen=True)

@@ -157,3 +157,23 @@ def test_fp16_rows_are_refused() -> None:
             step.q, torch.zeros(2, 64, 1, 576).half(), None, None, 512,
             flash_mla.get_mla_metadata()[0], indices=step.indices,
         )  # fmt: skip
+
+
+def sliced(indices: torch.Tensor) -> torch.Tensor:
+    """The same entries in a slice of a larger tensor, which no (tokens, topk) view has."""
+    b, s_q, topk = indices.shape
+    big = torch.full((b + 1, s_q + 1, topk + 28), 7, dtype=torch.int32)
+    big[:b, :s_q, :topk] = indices
+    return big[:b, :s_q, :topk]
+
+
+def test_lists_that_are_a_slice() -> None:
+    """FlashMLA's own test passes such; nothing is copied."""
+    step = Step(topk=64)
+    want = step.call(flash_mla.get_mla_metadata()[0])
+    step.indices = sliced(step.indices)
+    assert not step.indices.is_contiguous()
+    with pytest.raises(RuntimeError):
+        step.indices.view(-1, 64)
+    for got, wanted in zip(step.call(flash_mla.get_mla_metadata()[0]), want, strict=True):
+        assert torch.equal(got, wanted)

@@ -285,3 +285,23 @@ def test_other_caches_have_no_second_list(dtype: torch.dtype) -> None:
         q = snapmla.quantize_q(q[..., :512], q[..., 512:])
     with pytest.raises(ValueError, match="cache: expected format 'fp8_v4' or .* a second list"):
         sparse_decode(q, cache, step.indices, softmax_scale=SCALE, extra=second)
+
+
+def sliced(indices: Tensor) -> Tensor:
+    """The same entries in a slice of a larger tensor, which no (tokens, topk) view has."""
+    b, s_q, topk = indices.shape
+    big = torch.full((b + 1, s_q + 1, topk + 28), 7, dtype=torch.int32)
+    big[:b, :s_q, :topk] = indices
+    return big[:b, :s_q, :topk]
+
+
+@RUNS
+@pytest.mark.parametrize("fmt", FORMATS_OF_TWO)
+def test_lists_that_are_slices(fmt: str) -> None:
+    """FlashMLA's own test passes such, of both lists; nothing is copied."""
+    step = Step(topk=64, extra=65, fmt=fmt)
+    want = step.call(flash_mla.get_mla_metadata()[0])
+    assert step.extra_indices is not None
+    step.indices, step.extra_indices = sliced(step.indices), sliced(step.extra_indices)
+    for got, wanted in zip(step.call(flash_mla.get_mla_metadata()[0]), want, strict=True):
+        assert torch.equal(got, wanted)

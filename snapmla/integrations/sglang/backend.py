@@ -54,10 +54,16 @@ class Step:
     """What the layers of a step share."""
 
     def __init__(
-        self, plan: DecodePlan, lengths: torch.Tensor, block_table: torch.Tensor, s_q: int | None
+        self,
+        plan: DecodePlan,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        s_q: int | None,
+        cu_seqlens_q: torch.Tensor | None = None,
     ) -> None:
         self.plan, self.lengths, self.block_table = plan, lengths, block_table
         self.s_q = s_q  # query tokens of a sequence; None: they differ
+        self.cu_seqlens_q = cu_seqlens_q  # where they begin, if they differ
 
 
 class SnapMLABackend(AttentionBackend):
@@ -165,11 +171,11 @@ class SnapMLABackend(AttentionBackend):
             self._of_steps, forward_batch.seq_lens[:batch], forward_batch
         )
         new = forward_batch.extend_seq_lens[:batch].cumsum(0, dtype=torch.int32)
+        begin = torch.nn.functional.pad(new, (1, 0))
         plan = self.plans.get(
-            lengths, max_pages=self.width, total_q=tokens,
-            cu_seqlens_q=torch.nn.functional.pad(new, (1, 0)),
+            lengths, max_pages=self.width, total_q=tokens, cu_seqlens_q=begin
         )  # fmt: skip
-        return Step(plan, lengths, block_table, None)
+        return Step(plan, lengths, block_table, None, begin)
 
     def _filled(
         self, tables: Tables, seq_lens: torch.Tensor, forward_batch: Any
@@ -220,6 +226,7 @@ class SnapMLABackend(AttentionBackend):
         out, _ = attention.decode(
             quant.quantize_q(*parts), self.token_to_kv_pool.cache_of(layer.layer_id),
             step.block_table, step.lengths, softmax_scale=layer.scaling, plan=step.plan,
+            cu_seqlens_q=step.cu_seqlens_q,
         )  # fmt: skip
         return out.view(-1, heads * KV_LORA_RANK)
 

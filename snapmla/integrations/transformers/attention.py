@@ -62,8 +62,9 @@ def attention(
     q = snapmla.quantize_q(q_nope, q_rope)
     if indices is None:
         found = snapmla.decode(
-            q, layer.cache, pool.block_table, pool.lengths, softmax_scale=scaling, plan=pool.plan()
-        )
+            q, layer.cache, pool.block_table, pool.lengths, softmax_scale=scaling,
+            plan=pool.plan(), row_seqlens=pool.limits(),
+        )  # fmt: skip
     else:
         found = snapmla.decode(
             q, layer.cache, indices=pool.chosen_slots(indices), softmax_scale=scaling,

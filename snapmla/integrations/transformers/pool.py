@@ -169,11 +169,14 @@ class Pool:
     def plan(self) -> Any:
         """The plan of dense decode for this step, made by its first layer."""
         if self._plan is None:
-            rows = self._rows if self.new > 1 else None
             self._plan = self._plans.get(
-                self.lengths, self.new, max_pages=self.width, row_seqlens=rows
+                self.lengths, self.new, max_pages=self.width, row_seqlens=self.limits()
             )
         return self._plan
+
+    def limits(self) -> Tensor | None:
+        """int32 (b, new): how many cached tokens each query token sees; None of one a sequence."""
+        return self._rows if self.new > 1 else None
 
     def sparse_plan(self, topk: int) -> Any:
         """The plan of sparse decode, which depends on shapes alone."""

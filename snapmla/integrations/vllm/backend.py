@@ -123,10 +123,12 @@ class SnapMLABackend(mla.MLACommonBackend):
 
 @dataclass
 class SnapMLADecodeMetadata(mla.MLACommonDecodeMetadata):
-    """Of the requests that decode: their plan, and their query tokens each (None: they differ)."""
+    """Of the requests that decode: their plan, and their query tokens each (None: they differ, and
+    ``cu_seqlens_q`` says where they begin)."""
 
     plan: DecodePlan
     s_q: int | None
+    cu_seqlens_q: torch.Tensor | None = None
 
 
 @dataclass
@@ -212,6 +214,7 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             plan=plan,
             s_q=longest if even else None,
+            cu_seqlens_q=None if even else query_start_loc_device,
         )
 
     def _local_limits(
@@ -317,6 +320,7 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         out, lse = attention.decode(
             quant.quantize_q(*parts), self._cache(kv_c_and_k_pe_cache), step.block_table,
             step.seq_lens, softmax_scale=self.scale, plan=step.plan,
+            cu_seqlens_q=step.cu_seqlens_q,
         )  # fmt: skip
         if step.s_q is None:
             return out, lse.mT.contiguous()
