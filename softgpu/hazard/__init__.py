@@ -10,6 +10,7 @@ barrier is found even if the data came out right.
     shadow          last accesses of every granule of shared memory; what an accessor does not know
     warp            the rules, one object a warp: what the instruction handlers call
     registers       the rules for the registers of a warp's WGMMAs
+    warpgroup       the rule for what four warps must execute alike
     tensor          the rules for tensor memory, one object a warp; ``tensor_clock``: who works on
                     it, ``tensor_shadow``: last accesses, ``tensor_reports``: the words
     cluster         one object a cluster: its shadow, what its mbarriers publish, the end of a block

@@ -12,6 +12,7 @@ from .clocks import Layout, Stamp, joined, mbarrier_room
 from .reports import Reports
 from .shadow import Index, Shadow
 from .tensor import TensorHazards
+from .warpgroup import WARPS, Warpgroup
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -77,6 +78,13 @@ class ClusterHazards:
         self._steps = {n: np.arange(n >> self.shift) for n in (1, 2, 4, 8, 16, 32)}
         self.ended = [0] * cluster.size
         self._exits: list[Stamp | None] = [None] * cluster.size
+        self._warpgroups: dict[tuple[int, int], Warpgroup] = {}
+
+    def warpgroup(self, rank: int, warp: int) -> Warpgroup:
+        """The one that warp ``warp`` of block ``rank`` belongs to; a block's last may be short."""
+        number = warp // WARPS
+        warps = min(WARPS, self.warps_per_block - number * WARPS)
+        return self._warpgroups.setdefault((rank, number), Warpgroup(self.report, warps))
 
     def cluster_complete(self) -> None:
         """All threads have arrived at barrier.cluster."""

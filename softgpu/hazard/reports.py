@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .warp import WarpHazards
 
 PC_BITS = 20
-_PC_MASK = (1 << PC_BITS) - 1
+PC_MASK = (1 << PC_BITS) - 1
 _GENERIC = ("lane", "collective")  # components whose accesses are the generic proxy's own
 _STORES = (*_GENERIC, "cp.async")  # whose writes are
 
@@ -74,7 +74,7 @@ class Reports:
 
         ``cluster``: number of the cluster it happened in, this one's if None.
         """
-        pc, warp = event & _PC_MASK, event >> PC_BITS
+        pc, warp = event & PC_MASK, event >> PC_BITS
         kind = self.layout.name(comp)[0] if comp >= 0 else ""
         if kind == "lane":
             lanes = f"lane {comp % 32}"
@@ -286,6 +286,30 @@ class Reports:
                 self.here(warp, "wgmma", "the warp"),
             ],
             "wgmma.fence.sync.aligned between them; only one shape keeps its own order",
+        )
+
+    # ---- warpgroups ----------------------------------------------------------------------------
+    def divergent_warpgroup(
+        self, warp: WarpHazards, number: int, event: int, action: str
+    ) -> None:
+        """``warp`` executes another aligned instruction than a warp of its warpgroup, or exits.
+
+        Args:
+            number: of aligned instructions that ``warp`` has executed before.
+            event, action: what the other warp has done in its place.
+        """
+        first = warp.warp.index // 4 * 4
+        exits = self.machine.program.kernel.code[warp.warp.pc].parts[0] in ("ret", "exit")
+        self.machine.hazard(
+            "warpgroup-divergence",
+            "the warps of a warpgroup do not execute the same aligned instructions",
+            f"warpgroup of warps {first}-{first + 3}, after {number} such instructions",
+            [
+                self.event(action, event, -1),
+                self.here(warp, "exit" if exits else "aligned instruction", "the warp"),
+            ],
+            "all four warps execute each wgmma and setmaxnreg, or none: take it out of the branch, "
+            "or let the warpgroup decide together",
         )
 
     # ---- global memory -------------------------------------------------------------------------

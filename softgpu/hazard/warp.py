@@ -31,6 +31,7 @@ class WarpHazards:
         agents: components of the warp's collective and asynchronous work, by ``Layout.KINDS``.
         bulk_group, cp_group: numbers of the open groups of bulk stores and of cp.async.
         tensor: its tcgen05 instructions, None where the architecture has none.
+        warpgroup: what it must execute together with three other warps.
         prior_known: all lanes know that the grids before this one are complete.
     """
 
@@ -41,6 +42,7 @@ class WarpHazards:
         self.agents = {k: owner.layout.agent(k, self.index) for k in Layout.KINDS}
         self.tag = self.index << PC_BITS
         self.registers = WgmmaRegisters(self)
+        self.warpgroup = owner.warpgroup(warp.block.rank, warp.index)
         self.tensor: WarpTensor | None = (
             None if owner.tensor is None else WarpTensor(self, owner.tensor)
         )
@@ -234,6 +236,7 @@ class WarpHazards:
     # ---- wgmma ---------------------------------------------------------------------------------
     def mma(self, operands: list[Index], acc: int, a: int, shape: str) -> None:
         """A wgmma.mma_async is issued: granules of its operands, its registers as bit sets."""
+        self.warpgroup.execute(self)
         group = self.registers.group
         self.registers.issue(acc, a, shape)
         comp = self.agents["wgmma"]
@@ -243,9 +246,20 @@ class WarpHazards:
 
     def wgmma_wait(self, keep: int) -> None:
         """wgmma.wait_group: all but the last ``keep`` groups are complete."""
+        self.warpgroup.execute(self)
         done = self.registers.wait(keep)
         if done > 0:
             self.clock.learn(True, self.agents["wgmma"], done)
+
+    def wgmma_fence(self) -> None:
+        """wgmma.fence"""
+        self.warpgroup.execute(self)
+        self.registers.fence()
+
+    def wgmma_commit(self) -> None:
+        """wgmma.commit_group"""
+        self.warpgroup.execute(self)
+        self.registers.commit()
 
     # ---- earlier grids -------------------------------------------------------------------------
     def prior_complete(self, m: Any) -> None:
@@ -264,3 +278,5 @@ class WarpHazards:
     def exit(self, m: Any) -> None:
         """Lanes ``m`` exit."""
         self.owner.leave(self.warp.block.rank, self.clock.release(m), self.event)
+        if not (self.warp.lanes(self.warp.alive) & ~m).any():
+            self.warpgroup.leave(self)

@@ -71,7 +71,10 @@ def setmaxnreg(ins: Instr, k: Decoder) -> Handler:
                 "this an illegal instruction"
             )
         w.registers = count
-        return w.join(m, -1, "setmaxnreg.sync")
+        wait = w.join(m, -1, "setmaxnreg.sync")
+        if wait is None and w.hazard is not None:
+            w.hazard.warpgroup.execute(w.hazard)
+        return wait
 
     return run
 

@@ -188,7 +188,7 @@ def fence(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> Any:
         wait = w.join(m, -1, ins.opcode)
         if wait is None and w.hazard is not None:
-            w.hazard.registers.fence()
+            w.hazard.wgmma_fence()
         return wait
 
     return run
@@ -202,7 +202,7 @@ def commit(ins: Instr, k: Decoder) -> Handler:
             if w.machine.options.asynchronous != "early":
                 w.mma_groups.append([])
             if w.hazard is not None:
-                w.hazard.registers.commit()
+                w.hazard.wgmma_commit()
         return wait
 
     return run

@@ -288,6 +288,24 @@ def test_missing_wgmma_fence(dual: Bench, mode: str) -> None:
 
 
 @modes
+def test_wait_in_a_branch_of_one_warp(etap: Bench, mode: str) -> None:
+    """The first wait of P.V runs twice in one warp; in all warps that is right."""
+    wait = etap.one("wgmma.wait_group", PV_WAIT)
+
+    def planted(warps: str) -> str:
+        vote = f"mov.u32 w, %tid.x; shr.u32 w, w, 5; setp.{warps} p, w, 8;"
+        return f"{{ .reg .pred p; .reg .b32 w; {vote} @p {wait.text}; }} {mutate.OLD}"
+
+    with mutate.planted(etap.kernel, etap.entry, {wait.pc: planted("ge.u32")}):
+        assert etap.run(mode)  # warps 8 to 15: both P.V warpgroups
+    error = etap.broken({wait.pc: planted("eq.u32")}, mode)
+    check(error, "warpgroup-divergence", PV_WAIT, PV_WAIT)
+    assert isinstance(error, softgpu.Hazard)
+    one, other = sorted(e.warp for e in error.events)
+    assert one == 8 and other in (9, 10, 11)
+
+
+@modes
 def test_wait_for_another_stage(etap: Bench, mode: str) -> None:
     wait = etap.one("mbarrier.try_wait", K_WAIT)
     error = etap.broken({wait.pc: wait.text.replace("]", "+8]")}, mode)
