@@ -9,7 +9,8 @@ What a known call has in common with the one that was checked:
 
 * its options, with their classes (True is 1 is 1.0, but not here);
 * ``launch.alike`` of all tensors that come with the call: class, device, dtype, shape, strides, and
-  no negative bit.  A new block table every step is like the last;
+  no negative bit.  A new block table every step is like the last; one tensor in two places is in
+  the same two again;
 * what places are kept (``APART``): where everything begins *now*, asked of each tensor, as memory
   behind one can be freed, resized or replaced.  Of addresses that are new, spans are compared, and
   objects over tensors (cache, query, plan) are asked whether they fit and stay.
@@ -23,6 +24,7 @@ new table.  A cache is no part of a kind: the layers of a model share it.)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,12 +47,15 @@ class Kind:
     """What calls have in common with one that was checked and launched.
 
     Attributes:
+        alike: of the tensors, each once.
+        places: where one tensor stands in several places, None where they differ.
         form: a number for the op and the tensors' extents, and for where lies what was prepared.
         ready: what the launch prepared.
     """
 
     options: tuple[Any, ...]
     alike: Callable[..., bool]
+    places: launch.Places | None
     form: int
     ready: Any
 
@@ -86,7 +91,13 @@ class Memo:
                         return None
                     if seen:
                         break
-                if kind.alike(*tensors):
+                once = tensors
+                if kind.places is not None:
+                    first, places = kind.places
+                    if not all(map(operator.is_, map(tensors.__getitem__, first), tensors)):
+                        continue
+                    once = tuple(map(tensors.__getitem__, places))
+                if kind.alike(*once):
                     if not (seen or where is None or _lie_apart(op, call, kind, tensors, where)):
                         return None
                     if kind is not self.kinds[0]:
@@ -103,12 +114,14 @@ class Memo:
             if parts is None:
                 return
             tensors, options, _ = parts
+            places = launch.Places.of(tensors)
+            once = tensors if places is None else [tensors[i] for i in places.once]
             for kind in self.kinds:  # of calls whose tensors lie between another's pages
-                if kind.options == options and kind.alike(*tensors):
+                if kind.options == options and kind.places == places and kind.alike(*once):
                     return
             extents = ((t.shape, t.stride(), t.dtype) for t in tensors)
             form = overlap.place((op.name, getattr(ready, "place", 0), *extents))
-            self._put_first(Kind(options, launch.alike(*tensors), form, ready))
+            self._put_first(Kind(options, launch.alike(*once), places, form, ready))
         except _OTHER_KIND:
             pass
 

@@ -73,8 +73,9 @@ def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
     """Whether other tensors are, each in its turn, like these but for where they lie.
 
     Of the same class, device, dtype, shape and strides, with no bit of ``torch``'s (negative,
-    conjugate, inference) that these lack; never true of one tensor in two places.  By what guards
-    compiled code of torch: one call, which takes 0.1 us a tensor, half of asking each.
+    conjugate, inference) that these lack; never true of one tensor in two places: ask for each once
+    (``Places``).  By what guards compiled code of torch: one call, which takes 0.1 us a tensor,
+    half of asking each.
     """
     guards = getattr(_guards, "TensorGuards", None)
     if guards is not None:
@@ -86,6 +87,25 @@ def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
         return len(set(map(id, others))) == len(others) and tuple(map(_form, others)) == forms
 
     return check
+
+
+class Places(NamedTuple):
+    """In which places of a call one tensor stands twice.
+
+    Attributes:
+        first: of each place the first one that has its tensor.
+        once: the places whose tensor has not come before.
+    """
+
+    first: tuple[int, ...]
+    once: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: tuple[torch.Tensor, ...]) -> Places | None:
+        """Of tensors of a call; None where they differ."""
+        found: dict[int, int] = {}
+        first = tuple([found.setdefault(id(t), i) for i, t in enumerate(tensors)])
+        return None if len(found) == len(first) else cls(first, tuple(found.values()))
 
 
 def _form(value: object) -> tuple[Any, ...]:

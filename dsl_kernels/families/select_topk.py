@@ -14,13 +14,13 @@ THREADS = Axis("threads", "t", (64, 128, 512, 1024))
 KEYS = Axis("keys", "e", (0, 8, 16, 32))
 CLUSTER = Axis("cluster", "c", (1, 2, 4, 8))
 
-# of a CTA's row; the words of its two bitmaps are dealt out to its threads
-STREAMED = 1 << 17
+# columns a thread where sweeps read memory: more than 128, so that 8 CTAs hold 1M tokens and drafts
+STREAMED = 132
 
 
 def share(threads: int, keys: int) -> int:
     """Columns of a row that one CTA takes at most."""
-    return threads * keys if keys else min(STREAMED, 128 * threads)
+    return threads * (keys or STREAMED)
 
 
 # keys a thread and CTAs a row of the default matrix, all of 1024 threads: what hosts choose from

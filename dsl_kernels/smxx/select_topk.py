@@ -54,7 +54,7 @@ class Select:
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # f32 (rows, columns), rows 16-byte aligned
+        logits: cute.Tensor,  # f32 (rows, columns), rows any number of words apart
         lengths: cute.Tensor,  # i32 (rows,)
         row_starts: cute.Tensor,  # i32 (rows,), or none: all 0
         block_table: cute.Tensor,  # i32 (sequences, width), or without rows: positions are wanted
@@ -152,7 +152,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     rows = compat.sym(name="rows")
     table = (compat.sym(name="sequences_or_0"), compat.sym(name="width"))
     fakes = {
-        "logits": compat.rows(f32, (rows, compat.sym(name="columns"))),
+        "logits": compat.rows(f32, (rows, compat.sym(name="columns")), 4),
         "lengths": compat.vector(i32, rows),
         "row_starts": compat.vector(i32, compat.sym(name="rows_or_0")),
         "block_table": compat.strided(i32, table, (compat.sym64(), 1), 4),

@@ -4,8 +4,9 @@ A key is 32 bits that compare unsigned as scores do: x + 0.0 makes -0 zero and a
 then a negative number's bits are all turned, of others the sign.  0 is no score's key.
 
 A lane holds four neighbouring columns of each chunk of 128, so a warp's loads are whole lines.
-Columns are counted from ``start`` rounded down to four, where a load of 16 bytes may begin.  The
-two quads that a row may share with what lies around it are read by single words.  What is behind
+Columns are counted from the last multiple of 16 bytes at or before the row's first score, wherever
+in memory that is, so that loads of 16 bytes may begin there.  The two quads that a row may share
+with what lies around it are read by single words.  What is behind
 the row's end in its last chunk has the key of -inf: it ties behind all scores of the row, of which
 there are more than k, and is never selected.  What is before ``start`` has key 0.
 
@@ -29,7 +30,7 @@ WINDOW = 16  # keys a thread where none stay in registers
 BINS = 2048
 LISTED_BY = 6  # entries of the list for each thread
 MOST_POSITIONS = 2048  # selected of a row, the largest k
-STREAMED = 1 << 17  # columns of a CTA, at most, where keys are not kept
+STREAMED = 132  # columns a thread, at most, where keys are not kept
 MINUS_INFINITY = 0xFF800000
 
 
@@ -64,7 +65,7 @@ class Shape:
     @property
     def share(self) -> int:
         """Columns of a CTA, at most."""
-        return self.threads * self.keys if self.keys else min(STREAMED, 128 * self.threads)
+        return self.threads * (self.keys or STREAMED)
 
     @property
     def words(self) -> int:
@@ -87,7 +88,7 @@ class Row(NamedTuple):
 
     at: Any  # pointer to its first column
     left: Int32  # columns from there to the end of its warp's run
-    head: Int32  # columns before the row's start that its first quad begins with
+    head: Int32  # words before the row's first score that its first quad begins with
     chunks: Int32  # of its warp
     place: Int32  # its first column in the CTA's run
     begin: Int32  # position of the CTA's first column in the row, below 0 if that lies before it
@@ -99,7 +100,8 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     row, start, length, rank = what
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    head = start & 3
+    begin = logits.iterator + (Int64(row) * logits.stride[0] + start)
+    head = (Int32(begin.toint()) >> 2) & 3
     end = head + length
     warps = shape.warps * shape.cluster
     # chunks of a warp: as few as this length needs
@@ -108,9 +110,8 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     place = warp * run + lane * 4
     first = cta + place
     chunks = cutlass.min(cutlass.max(end - (cta + warp * run) + (CHUNK - 1), 0), run) // CHUNK
-    at = logits.iterator + (Int64(row) * logits.stride[0] + (start - head + first))
     return Row(
-        at, cutlass.min(end - first, run - lane * 4),
+        begin + (first - head), cutlass.min(end - first, run - lane * 4),
         Int32(cutlass.select_(first == 0, head, Int32(0))), chunks, place, cta - head,
     )  # fmt: skip
 

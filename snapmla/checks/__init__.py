@@ -32,6 +32,7 @@ from snapmla.checks.messages import (  # noqa: F401 (called as checks.NAME)
     value_error,
 )  # fmt: skip
 from snapmla.checks.tensors import (  # noqa: F401
+    ALIGN,
     FLOATS,
     FP8,
     PLAIN,

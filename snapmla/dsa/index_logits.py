@@ -12,6 +12,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, overlap, runtime
 from snapmla.checks.tensors import ALIGN
+from snapmla.decode_plan import nothing
 from snapmla.plan import sm_count
 
 _FLOAT32 = (torch.float32,)
@@ -227,7 +228,7 @@ def launch_logits(call: Call) -> torch.Tensor:
     if not out.numel() or not len(call.cache_seqlens):
         return out
     if cu is None:
-        cu = call.cache_seqlens[:0]
+        cu = nothing(q.device)
     kernel = _kernel(q.device, q.shape[-2], unit_of(call))
     kernel(
         rows, call.w.view(-1, q.shape[-2]), pages(call.cache), call.block_table,

@@ -41,8 +41,8 @@ def select_topk(
     ``torch.ops.snapmla.select_topk``.
 
     Args:
-        logits: float32 (rows, columns), of 1 to 1048576 columns; rows may be strided by multiples
-            of 16 bytes.  What lies outside a row's scores is never read.
+        logits: float32 (rows, columns), of 1 to 1052672 columns, innermost stride 1; rows may lie
+            any number of elements apart.  What lies outside a row's scores is never read.
         lengths: int32 (rows,), scores of each row; 0 and fewer than k are fine.  Below 0 counts as
             0, and scores that would lie behind the last column are left out.
         k: how many are wanted, 1 to 2048.
@@ -97,11 +97,12 @@ def _parts(call: Select) -> calls.Parts:
     logits, lengths, k, table, page_size, starts, next_n, out, counts = call
     given = (logits, lengths, table, starts, out, counts)
     tensors = tuple([t for t in given if t is not None])
+    where = tuple([t.data_ptr() for t in tensors])
     options = (
         k.__class__, k, page_size.__class__, page_size, next_n.__class__, next_n,
-        table is None, starts is None, out is None, counts is None,
+        table is None, starts is None, out is None, counts is None, where[0] % checks.ALIGN,
     )  # fmt: skip
-    return tensors, options, tuple([t.data_ptr() for t in tensors])
+    return tensors, options, where
 
 
 def _places(call: Select, _: object) -> calls.Groups:
@@ -111,9 +112,9 @@ def _places(call: Select, _: object) -> calls.Groups:
 
 
 def _check_begin(call: Select) -> None:
-    """Checks where rows of scores begin, which vector loads ask for."""
+    """Checks that rows of scores are rows of words."""
     if call.logits.numel():
-        checks.aligned_rows("logits", call.logits)
+        checks.aligned_rows("logits", call.logits, align=_FLOAT32[0].itemsize)
 
 
 def check_shapes(call: Select) -> tuple[tuple[int, int], tuple[int]]:
@@ -166,8 +167,17 @@ def _kernel(device: torch.device, shape: shapes.TopkShape) -> runtime.Kernel:
 runtime.on_forget(_kernel.cache_clear)
 
 
+def kernel_of(logits: torch.Tensor) -> runtime.Kernel:
+    """What selects from these rows; shapes decide, and whether all rows begin at 16 bytes."""
+    rows, columns = logits.shape
+    apart = logits.stride(0) * logits.element_size() if rows > 1 else 0
+    if apart % checks.ALIGN or logits.data_ptr() % checks.ALIGN:
+        columns += shapes.MOST_SHIFT
+    return _kernel(logits.device, shapes.choose(rows, columns))
+
+
 @functools.lru_cache(maxsize=64)
-def _no_table(device: torch.device) -> Any:
+def no_table(device: torch.device) -> Any:
     """A block table without rows, as kernels take it."""
     return launch.prepared(torch.empty((0, 0), dtype=torch.int32, device=device))[0]
 
@@ -177,17 +187,16 @@ def launch_select(
 ) -> tuple[Selected, runtime.Kernel | None]:
     """The launch of a checked call; ``ready``: its kernel, found if None."""
     logits, lengths, k, table, page_size, starts, next_n, out, counts = call
-    rows, columns = logits.shape
-    device = logits.device
+    rows, device = logits.shape[0], logits.device
     if out is None:
         out = torch.empty((rows, k), dtype=torch.int32, device=device)
     if counts is None:
         counts = torch.empty(rows, dtype=torch.int32, device=device)
     if not rows:
         return (out, counts), None
-    kernel = _kernel(device, shapes.choose(rows, columns)) if ready is None else ready
+    kernel = kernel_of(logits) if ready is None else ready
     starts = nothing(device) if starts is None else starts
-    table = _no_table(device) if table is None else table
+    table = no_table(device) if table is None else table
     kernel(logits, lengths, starts, table, out, counts, page_size, next_n)
     return (out, counts), kernel
 

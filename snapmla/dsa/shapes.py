@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dsl_kernels.families.select_topk import share
+from dsl_kernels.index_cache import PAGE
 
 
 class TopkShape(NamedTuple):
@@ -32,13 +33,14 @@ LONG, LONG_TALL = TopkShape(1024, 16, 8), TopkShape(1024, 32, 4)
 LONGER = TopkShape(1024, 32, 8)
 STREAMED = TopkShape(1024, 0, 8)
 ALL = (SMALL, WIDE, TALL, LONG, LONG_TALL, LONGER, STREAMED)
-MAX_COLUMNS = STREAMED.columns
+MAX_COLUMNS = (1 << 20) + 64 * PAGE  # drafts beside a context of 1048576 tokens
+MOST_SHIFT = 3  # columns that kernels count besides, where a row begins between 16 bytes
 MAX_ROWS = (2**31 - 1) // STREAMED.cluster  # of a grid
 TALL_ROWS, LONG_TALL_ROWS = 96, 16  # more rows than these want the wider CTAs
 
 
 def choose(rows: int, columns: int) -> TopkShape:
-    """The variant for that many rows and columns, of at most ``MAX_COLUMNS``."""
+    """The variant for that many rows and columns, of at most ``MAX_COLUMNS + MOST_SHIFT``."""
     if columns <= SMALL.columns:
         return SMALL
     if columns <= WIDE.columns:

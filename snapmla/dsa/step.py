@@ -60,8 +60,9 @@ def index_topk(
         slots: ``out`` is cache slots, page * 64 + offset, of pages of ``block_table``, which sparse
             decode takes as ``indices``: caches of an engine share their block tables.  False:
             positions in the sequence.
-        max_tokens: columns of the scores, 1 to 1048576; longer sequences count as that long.
-            None, and more than that: 64 * width of the block table.
+        max_tokens: columns of the scores, 1 to 1052672 (a context of 1048576 tokens and 64 pages
+            of drafts); longer sequences count as that long.  None, and more than that: 64 * width
+            of the block table, which may then have up to 16448 pages.
         out: int32 (rows, k), rows b * s_q or total_q; rows may be strided.  None allocates.
         counts: int32 (rows,).  None allocates.
         workspace: uint8 (bytes,), of ``index_topk_workspace(rows, max_tokens)`` bytes or more,
@@ -90,7 +91,7 @@ def index_topk_workspace(rows: int, max_tokens: int) -> int:
 
     Args:
         rows: query tokens of the call, b * s_q or total_q; 0 or more.
-        max_tokens: columns of its scores, 1 to 1048576; of a call without, 64 * width of the block
+        max_tokens: columns of its scores, 1 to 1052672; of a call without, 64 * width of the block
             table.
 
     Returns:
@@ -275,7 +276,7 @@ def row_lengths(
     """
     device = cache_seqlens.device
     begins = nothing(device) if cu_seqlens_q is None else cu_seqlens_q
-    tables = block_table[:0] if tables is None else tables
+    tables = select.no_table(device) if tables is None else tables
     _rows_kernel(device)(cache_seqlens, begins, block_table, lengths, tables, s_q, most)
 
 

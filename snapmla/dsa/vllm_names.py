@@ -46,7 +46,7 @@ def top_k_per_row_decode(
     One launch; of drafts with lengths (b,) a small one or two before it.
 
     Args:
-        logits: float32 (num_rows or more, columns), rows multiples of 16 bytes apart.
+        logits: float32 (num_rows or more, columns), rows any number of elements apart.
         next_n: query tokens of each sequence.
         seq_lens: int32 (b,), tokens of each sequence, of which row j of next_n sees
             seq_lens[i] - next_n + 1 + j; or (b, next_n), what each row sees.
@@ -91,7 +91,7 @@ def top_k_per_row_prefill(
     """The highest scores of each query token of a prompt, columns ks to ke of its row, in place.
 
     Args:
-        logits: float32 (num_rows or more, columns), rows multiples of 16 bytes apart.
+        logits: float32 (num_rows or more, columns), rows any number of elements apart.
         cu_seqlen_ks, cu_seqlen_ke: int32 (num_rows,) or more.
         raw_topk_indices: int32 (num_rows or more, topk_tokens or more); positions count from ks.
         num_rows: rows.
@@ -121,7 +121,7 @@ def persistent_topk(
     """The highest scores of each row, in place.
 
     Args:
-        logits: float32 (rows, columns), rows multiples of 16 bytes apart.
+        logits: float32 (rows, columns), rows any number of elements apart.
         lengths: int32 (rows,) or (b, next_n), scores of each row.
         output: int32 (rows, k or more).
         workspace: uint8 (bytes,), or None; not looked at.
@@ -202,8 +202,9 @@ def _rows(logits: Any, num_rows: Any, stride0: Any, stride1: Any) -> Tensor:
     """The rows that count, of logits whose strides are what the caller says."""
     checks.tensor("logits", logits, _FLOAT32, ("rows", "columns"))
     checks.integer("num_rows", num_rows, 0, logits.shape[0])
-    for name, told, is_ in zip(("stride0", "stride1"), (stride0, stride1), logits.stride()):
-        if told != is_:
+    names = ("stride0", "stride1")
+    for name, told, is_, n in zip(names, (stride0, stride1), logits.stride(), logits.shape):
+        if told != is_ and n > 1:
             checks.value_error(name, f"{is_}, that of logits", told, "another view is another call")
     return logits[:num_rows]
 

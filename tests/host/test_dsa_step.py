@@ -112,6 +112,18 @@ def test_columns_that_no_page_fills_are_not_selected() -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("small")
+def test_a_million_tokens_and_drafts() -> None:
+    """Of a table of 16385 pages, without ``max_tokens``: a page of drafts beside 1048576 tokens."""
+    given = arguments((150, 9), DRAFTS)
+    want, table = index_topk(**given), given["block_table"]
+    wide = torch.full((2, 16385), -1).int()
+    wide[:, : table.shape[1]] = table
+    same(index_topk(**given | {"block_table": wide}), want)
+    assert index_topk_workspace(2, 64 * 16385) > 8 * (1 << 20)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("small")
 def test_the_same_alone_and_in_a_batch() -> None:
     """A prompt's queries one by one, as drafts, and packed with other sequences'."""
     given = arguments((140, 77), (4, 2), heads=64)
@@ -165,7 +177,7 @@ def test_the_workspace_is_told() -> None:
     assert index_topk_workspace(0, 1) == 0
     assert index_topk_workspace(1, 64) == 3 * 256
     assert index_topk_workspace(64, 131072) == 64 * (131072 * 4 + 4 + 2048 * 4)
-    for rows, columns in ((-1, 4), (1, 0), (1, (1 << 20) + 1)):
+    for rows, columns in ((-1, 4), (1, 0), (1, (1 << 20) + 4097)):
         with pytest.raises(ValueError, match="^(rows|max_tokens): expected"):
             index_topk_workspace(rows, columns)
     with pytest.raises(TypeError, match="^rows: expected an int, got float"):
@@ -255,10 +267,10 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] =
     ("slots", lambda _: 2, TypeError, "slots: expected True or False"),
     ("max_tokens", lambda _: 0, ValueError, "max_tokens: expected 1"),
     ("max_tokens", lambda _: "all", TypeError, "max_tokens: expected an int"),
-    ("block_table", lambda _: torch.zeros(1, dtype=I32).expand(2, 16385), ValueError,
+    ("block_table", lambda _: torch.zeros(1, dtype=I32).expand(2, 16449), ValueError,
      "block_table: expected innermost stride 1"),
-    ("block_table", lambda _: torch.zeros(2, 16385, dtype=I32), ValueError,
-     "max_tokens: expected 1 to 1048576 columns of scores, got 1048640"),
+    ("block_table", lambda _: torch.zeros(2, 16449, dtype=I32), ValueError,
+     "max_tokens: expected 1 to 1052672 columns of scores, got 1052736"),
     ("unit_rows", lambda _: 16, ValueError, "unit_rows: expected one of 1, 2, 4, got 16"),
     ("out", lambda _: torch.zeros(4, K + 1, dtype=I32), ValueError, "out: expected shape (4, 20)"),
     ("out", lambda _: torch.zeros(4, K), TypeError, "out: expected dtype int32"),

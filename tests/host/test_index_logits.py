@@ -90,6 +90,22 @@ def test_known_calls_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> N
         index_logits(**given | {"w": out.view(-1)[:256].view(2, 2, 64)}, out=out, unit_rows=2)
 
 
+@needs_compiler
+def test_lengths_that_are_a_column() -> None:
+    """Of one sequence they are contiguous whatever their stride, which no absent table may take."""
+    lengths = torch.tensor([[60, 9]], dtype=torch.int32)[:, 0]
+    assert lengths.stride() == (2,) and lengths.is_contiguous()
+    given = arguments(
+        q=torch.randn(1, 2, 64, 128).to(E4M3), w=torch.rand(1, 2, 64),
+        cache=torch.randint(0, 60, (3, 64, 132), dtype=torch.uint8),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+    )  # fmt: skip
+    found = torch.zeros(2, 2, 64)
+    for out, told in zip(found, (lengths, lengths.clone())):
+        index_logits(**given | {"cache_seqlens": told}, out=out, unit_rows=2)
+    assert torch.equal(*found) and bool(found.any())
+
+
 def test_rows_of_a_unit_follow_from_shapes() -> None:
     def unit(heads: int, s_q: int, ragged: int = 0) -> int:
         shape = (ragged, heads, 128) if ragged else (2, s_q, heads, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from snapmla.dsa import select_topk, shapes
 from snapmla.testing import topk_reference
 from tests.support.needs import needs_kernels
 
+selecting: Any = importlib.import_module("snapmla.dsa.select")
+MOST = 1048576 + 64 * 64  # columns: a context of 1M tokens, and drafts
 SMALL = shapes.TopkShape(64, 8, 2)  # what these calls take instead of 1024 threads
 
 
@@ -51,13 +54,28 @@ def same(made: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
 
 def test_every_shape_is_chosen_and_holds_its_rows() -> None:
     chosen = set()
-    for columns in (1, 8192, 8193, 32768, 32769, 131072, 131073, 262144, 262145, 1 << 20):
+    for columns in (1, 8192, 8193, 32768, 32769, 131072, 131073, 262144, 262145, MOST):
         for rows in (1, 16, 17, 96, 97, 4096):
             shape = shapes.choose(rows, columns)
             assert shape.columns >= columns
             chosen.add(shape)
     assert chosen == set(shapes.ALL)
-    assert shapes.MAX_COLUMNS == 1 << 20
+    assert shapes.MAX_COLUMNS == MOST
+
+
+@pytest.mark.parametrize("most", [8192, 16384 * 2, 131072, 262144])
+def test_rows_between_16_bytes_want_room(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Kernels count up to three columns before such a row: one that just held it does no more."""
+    asked: list[int] = []
+    monkeypatch.setattr(shapes, "choose", lambda _, columns: asked.append(columns))
+    monkeypatch.setattr(selecting, "_kernel", lambda *_: None)
+    memory = torch.empty(3 * most)
+    for step, begin, rows, room in (
+        (most, 0, 2, most), (most + 4, 4, 2, most), (most + 1, 0, 1, most),
+        (most + 1, 0, 2, most + 3), (most, 1, 2, most + 3), (most, 3, 1, most + 3),
+    ):  # fmt: skip
+        selecting.kernel_of(memory.as_strided((rows, most), (step, 1), begin))
+        assert asked.pop() == room, (step, begin, rows)
 
 
 # ---------------------------------------------------------------------------- calls
@@ -114,6 +132,30 @@ def test_strides() -> None:
         same(select_topk(**given), wanted(given))
 
 
+@needs_kernels
+@pytest.mark.parametrize("columns", [2050, 4097])
+def test_rows_of_any_width(columns: int) -> None:
+    """Contiguous, as vLLM's own test has them, and a slice; by the kernel of their width."""
+    logits = topk_reference.scores("zeros", 3, columns, 2)
+    logits[0, ::5], logits[1, 7::3] = float("nan"), -float("inf")
+    lengths = torch.tensor([columns, columns - 1, 7]).int()
+    for view in (logits, logits[:, 1:]):
+        given = {"logits": view, "lengths": lengths, "k": 2048}
+        same(select_topk(**given), wanted(given))
+
+
+@needs_kernels
+def test_an_address_between_16_bytes_is_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same shapes and strides: the kernel of the one might not hold the other."""
+    found: list[int] = []
+    monkeypatch.setattr(selecting, "kernel_of", lambda x: found.append(x.data_ptr() % 16) or stub)
+    stub, memory = (lambda *_: None), torch.zeros(3, 2, 8)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    for begin in (0, 0, 4, 1, 0, 1, 5):
+        select_topk(memory.as_strided((2, 8), (8, 1), begin), lengths, 3)
+    assert found == [0, 4]
+
+
 # ---------------------------------------------------------------------------- what is wrong
 
 I32, F32 = torch.int32, torch.float32
@@ -121,14 +163,12 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] =
     ("logits", lambda a: a["logits"].bfloat16(), TypeError, "logits: expected dtype float32"),
     ("logits", lambda a: a["logits"][0], ValueError, "logits: expected shape (rows, columns)"),
     ("logits", lambda _: torch.zeros(300, 4).T, ValueError, "logits: expected innermost stride 1"),
-    ("logits", lambda _: torch.zeros(4, 302)[:, :300], ValueError,
-     "logits: expected outer strides that are multiples of 16 bytes"),
-    ("logits", lambda _: torch.zeros(4, 304)[:, 2:302], ValueError,
-     "logits: expected storage aligned to 16 bytes"),
+    ("logits", lambda _: torch.frombuffer(bytearray(4802), dtype=F32, offset=2).view(4, 300),
+     ValueError, "logits: expected storage aligned to 4 bytes"),
     ("logits", lambda _: torch.zeros(4, 0), ValueError,
-     "logits: expected 1 to 1048576 columns, got 0"),
-    ("logits", lambda _: torch.zeros(1).expand(4, (1 << 20) + 1), ValueError,
-     "logits: expected 1 to 1048576 columns"),
+     "logits: expected 1 to 1052672 columns, got 0"),
+    ("logits", lambda _: torch.zeros(1).expand(4, MOST + 1), ValueError,
+     "logits: expected 1 to 1052672 columns"),
     ("lengths", lambda _: torch.zeros(4).long(), TypeError, "lengths: expected dtype int32"),
     ("lengths", lambda _: torch.zeros(5, dtype=I32), ValueError, "lengths: expected shape (4,)"),
     ("lengths", lambda _: torch.zeros(8, dtype=I32)[::2], ValueError,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsl_kernels.families.select_topk import share
 from snapmla.testing import topk_reference
 from snapmla.testing.workloads import select_topk as workload
 from softgpu import Options, using
@@ -99,6 +100,37 @@ def test_row_starts(target: str, shape: tuple[int, int, int]) -> None:
     for mine, want in zip(got, wanted(logits, lengths, k, starts=starts), strict=True):
         assert torch.equal(mine, want)
     assert got[1].tolist() == [3] * 8 + [0, 3]
+
+
+def apart(logits: Tensor, step: int, begin: int) -> Tensor:
+    """The same rows, ``step`` elements apart, the first ``begin`` elements behind 16 bytes; between
+    them lies what would be selected first."""
+    rows, columns = logits.shape
+    memory = torch.full((begin + rows * step + 4,), math.inf)
+    view = memory.as_strided((rows, columns), (step, 1), begin)
+    view.copy_(logits)
+    return view
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("begin", [0, 3])
+def test_rows_between_16_bytes(target: str, shape: tuple[int, int, int], begin: int) -> None:
+    """Neighbouring rows begin at other words of 16 bytes, in memory of infinities."""
+    columns, k = 1021, 60  # with three more, all that the smaller variant holds
+    lengths = torch.tensor([columns, 61, columns - begin, columns]).int()
+    starts = torch.tensor([0, 959 - begin, begin, 2]).int()
+    table = torch.randperm(9).int().view(1, -1)  # of 16 pages: positions behind it are no slot
+    for name, step, options in (
+        ("special", 1021, {"starts": starts}),
+        ("close", 1022, {"table": table, "next_n": 4}),
+        ("normal", 1027, {"table": table, "next_n": 4, "starts": starts}),
+    ):
+        found = topk_reference.scores(name, len(lengths), columns, begin)
+        found = topk_reference.padded(found, lengths, options.get("starts"))
+        got = select(target, shape, apart(found, step, begin), lengths, k, **options)
+        for mine, want in zip(got, wanted(found, lengths, k, **options), strict=True):
+            assert torch.equal(mine, want), (name, step)
 
 
 @pytest.mark.parametrize("shape", EVERYDAY)
@@ -193,3 +225,14 @@ def test_more_columns_than_registers_hold() -> None:
         lengths = torch.tensor([columns - 1]).int()
         got = select("sm_90a", (1024, 0, 8), logits, lengths, k)
         assert torch.equal(got[0], wanted(logits, lengths, k)[0])
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", ["normal", "zeros"])
+def test_as_many_columns_as_it_holds(name: str) -> None:
+    """Of a row that begins between 16 bytes, each sweep of which reads memory."""
+    columns, k = share(*STREAMED[:2]) * STREAMED[2] - 3, 2048
+    found = topk_reference.scores(name, 1, columns, 2)
+    lengths = torch.tensor([columns]).int()
+    got = select("sm_90a", STREAMED, apart(found, columns, 3), lengths, k)
+    assert torch.equal(got[0], wanted(found, lengths, k)[0])
