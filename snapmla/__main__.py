@@ -4,6 +4,7 @@ dumped call once more."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from snapmla import dispatch, dump, info, repro
+from dsl_kernels.families.formats import FORMATS
+from snapmla import checks, dispatch, dump, info, repro
 from snapmla.errors import SnapMLAError
 
 app = typer.Typer(
@@ -80,6 +82,11 @@ def _show(found: info.Info) -> None:
 
 
 _Numbers = list[int] | None
+_FORMATS = (
+    f"of the cache: {', '.join(dispatch.DENSE_FORMATS)}; with --sparse "
+    f"{', '.join(dispatch.SPARSE_FORMATS)}; of a --config that names none what engines keep of "
+    "that model, else fp8"
+)
 
 
 @app.command("needs")
@@ -87,10 +94,7 @@ def needs_command(
     heads: Annotated[list[int], typer.Option(help="query heads on one GPU (may be repeated)")],
     page: Annotated[_Numbers, typer.Option(help="tokens of a page (may be repeated): 64")] = None,
     s_q: Annotated[_Numbers, typer.Option(help="query tokens (may be repeated): 1")] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(help="of the cache: fp8, bf16 or f16; of a sparse one fp8, bf16, fp8_ds_mla"),
-    ] = "fp8",
+    dtype: Annotated[str | None, typer.Option(help=_FORMATS)] = None,
     kv_heads: Annotated[int, typer.Option(help="of a 16-bit cache")] = 1,
     accuracy: Annotated[str, typer.Option(help="of an FP8 cache: standard or high")] = "standard",
     out: Annotated[str, typer.Option(help="results over an FP8 cache: bf16 or f32")] = "bf16",
@@ -109,7 +113,31 @@ def needs_command(
     arch: Annotated[str, typer.Option(help="sm_90a or sm_100a")] = "sm_90a",
     card: Annotated[str | None, typer.Option(help="as snapmla.explain knows it: H200")] = None,
     sparse: Annotated[
-        bool, typer.Option("--sparse", help="decode(..., indices=): DeepSeek V3.2, GLM-5")
+        bool, typer.Option("--sparse", help="decode(..., indices=): DeepSeek V3.2, V4, GLM-5")
+    ] = False,
+    indexer: Annotated[
+        bool | None, typer.Option(help="snapmla.dsa chooses the tokens (as --sparse)")
+    ] = None,
+    index_heads: Annotated[
+        _Numbers, typer.Option(help="of the indexer (as --config says, or all that there are)")
+    ] = None,
+    index_rope: Annotated[
+        str, typer.Option(help="neox or interleaved: append_index_k normalises and rotates")
+    ] = dispatch.PLAIN,
+    hadamard: Annotated[
+        bool, typer.Option("--hadamard", help="append_index_k transforms keys, for SGLang")
+    ] = False,
+    index_fetch: Annotated[bool, typer.Option("--index-fetch", help="and fetch_index_k")] = False,
+    mha: Annotated[bool, typer.Option("--mha", help="and mha_prefill")] = False,
+    split_keys: Annotated[
+        bool, typer.Option("--split-keys", help="mha_prefill(..., split_keys=True), too")
+    ] = False,
+    head_dim: Annotated[
+        _Numbers,
+        typer.Option(help="of mha_prefill's q: 192, 128 or 256 (as --config says, or 192)"),
+    ] = None,
+    sparse_prefill: Annotated[
+        bool, typer.Option("--sparse-prefill", help="and sparse_prefill")
     ] = False,
     config: Annotated[
         Path | None, typer.Option(help="a model's config.json: sparse if it has index_topk")
@@ -123,22 +151,53 @@ def needs_command(
     make wheels FILTER="$(snapmla needs --heads 16 --filter)" builds wheels of these and no others.
     Exit status 2 if there is no such model.
     """
-    indices = index or (dispatch.INDICES if rope == dispatch.PLAIN else ("i64",))
     try:
-        sparse = sparse or (config is not None and dispatch.is_sparse(_json(config)))
+        told = dispatch.Facts() if config is None else dispatch.facts_of(_json(config))
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None
-    model = dispatch.Model(
-        tuple(heads), tuple(s_q or (1,)), tuple(page or (64,)), dtype, kv_heads, accuracy, out,
-        rows, tuple(indices), rope, table, norm, prefill, merge, flash_mla, arch, card, sparse,
-    )  # fmt: skip
+    options = {
+        "index_heads": tuple(index_heads or told.index_heads),
+        "head_dims": tuple(head_dim or told.head_dims),
+    }
     try:
+        model = dispatch.Model(
+            tuple(heads), tuple(s_q or (1,)), tuple(page or (64,)),
+            dtype or told.dtype or dispatch.Model.dtype, kv_heads, accuracy, out, rows,
+            tuple(index or (dispatch.INDICES if rope == dispatch.PLAIN else ("i64",))), rope,
+            table, norm, prefill, merge, flash_mla, arch, card, sparse or told.sparse, indexer,
+            index_rope=index_rope, hadamard=hadamard, index_fetch=index_fetch, mha=mha,
+            split_keys=split_keys, sparse_prefill=sparse_prefill,
+            **{name: value for name, value in options.items() if value},
+        )  # fmt: skip
         names = [spec.name for spec in dispatch.needs(model)]
     except (SnapMLAError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(_by_option(error), file=sys.stderr)
         raise typer.Exit(2) from None
+    if dtype is None and told.dtype is not None:
+        print(_kept(told.dtype), file=sys.stderr)
     print(",".join(names) if as_filter else "\n".join(names))
+
+
+# Arguments of the library that an option here has another name for.
+_OPTIONS = {"num_heads": "heads", "page_size": "page", "num_kv_heads": "kv-heads"}
+
+
+def _by_option(error: Exception) -> Exception:
+    """The same error with its argument called as the command's option."""
+    words = inspect.signature(needs_command).parameters
+    names = {word: word.replace("_", "-") for word in words} | _OPTIONS
+    return checks.renamed(error, {name: f"--{option}" for name, option in names.items()})
+
+
+def _kept(dtype: str) -> str:
+    """Sentence on the format that a model's engines keep."""
+    kept = FORMATS[dtype].token_bytes
+    own = FORMATS[dispatch.Model.dtype]
+    return (
+        f"kernels over {dtype}, {kept} bytes a token, as vLLM and SGLang keep this model's cache "
+        f"(--dtype {own.name} names those over snapmla's own {own.token_bytes} bytes)"
+    )
 
 
 def _json(path: Path) -> object:

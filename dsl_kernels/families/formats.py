@@ -17,3 +17,8 @@ _FORMATS = (
 )  # fmt: skip
 FORMATS: dict[str, Format] = {each.name: each for each in _FORMATS}
 DEFAULT = fp8.RECORD.name  # what calls mean that name no format
+# ``model_type`` of models whose cache engines (vLLM, SGLang) keep in a format, where that is FP8.
+ENGINES_KEEP: dict[str, str] = {
+    "deepseek_v32": ds_mla.RECORD.name, "glm_moe_dsa": ds_mla.RECORD.name,
+    "deepseek_v4": v4.RECORD.name,
+}  # fmt: skip

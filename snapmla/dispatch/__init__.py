@@ -12,6 +12,7 @@ is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; bot
     record_decode.py  dense decode over caches of bytes
     sparse_decode.py  sparse decode over either cache that it reads
     calls.py       ``choose`` and ``explain``
+    model.py       a model and its engine, and what a config.json tells of it
     needs.py       all kernels of a model, those around decode with them
 
 The choice looks at shapes that fix a kernel's efficiency (rows, card), not at batch or lengths: a
@@ -35,17 +36,29 @@ from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Size, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
 from snapmla.dispatch.load import Load, Share
-from snapmla.dispatch.needs import INDICES, PLAIN, Model, is_sparse, needs
+from snapmla.dispatch.model import (
+    DENSE_FORMATS,
+    INDICES,
+    PLAIN,
+    SPARSE_FORMATS,
+    Facts,
+    Model,
+    facts_of,
+)
+from snapmla.dispatch.needs import needs
 from snapmla.dispatch.sparse_decode import PIPELINES, parts_of_lists, stays_whole
 
 __all__ = [
+    "DENSE_FORMATS",
     "INDICES",
     "OPS",
     "PIPELINES",
     "PLAIN",
     "ROW_BLOCKS",
+    "SPARSE_FORMATS",
     "Card",
     "Explanation",
+    "Facts",
     "Load",
     "Model",
     "Share",
@@ -58,7 +71,7 @@ __all__ = [
     "choose",
     "choose_sparse",
     "explain",
-    "is_sparse",
+    "facts_of",
     "longest_item",
     "needs",
     "op_of",
