@@ -395,11 +395,14 @@ class MhaFwd:
         warpgroup.wait_group(1)
         release(self.loads.k, st, slot)
         gamma0, gamma1, moved = self._softmax(acc_s, state, first, masked)
+        # What hangs on the vote must stand before the wait (``_softmax``) and concern the warp alone:
+        # the wait is an instruction of the whole warpgroup, whose warps vote apart.
         if moved:
-            warpgroup.wait_group(0)
+            cute.arch.sync_warp()
+        warpgroup.wait_group(0)
+        if moved:
             for v in cutlass.range_constexpr(self.d_v // 2):
                 acc_o[v] = acc_o[v] * (gamma0 if v // 2 % 2 == 0 else gamma1)
-        warpgroup.wait_group(0)
         release(self.loads.v, st, v_slot)
         self._to_p16(acc_s, p16)
 
@@ -456,7 +459,7 @@ class MhaFwd:
             part[2 * r + v % 2] = part[2 * r + v % 2] + acc_s[v]
         for i in cutlass.range_constexpr(2):
             total[i] = total[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])
-        # The vote asks for the sums too, which are never negative, and a branch on it stands before
-        # the wait for P.V: or else ptxas puts the exponentials behind that wait.
+        # The vote asks for the sums too, which are never negative, and an instruction of the warp
+        # hangs on it before the wait for P.V: or else ptxas puts the exponentials behind that wait.
         moved = moved | (total[0] + total[1] < 0.0)
         return gamma[0], gamma[1], cute.arch.vote_any_sync(moved)
