@@ -8,7 +8,8 @@ fp16 are one source.
 
 Roles (3 warpgroups)
     wg 0  warp 0  producer     TMA: Q of a work tile; K and V tiles of keys, the last tile first
-          warp 1  clearing     V behind a sequence's end, in its last tile
+          warp 1  clearing     V behind a sequence's end, in its last tile; V that is not finite
+                               where a work tile is taken again (mha_hidden.py)
     wg 1, 2       consumers    64 rows each: S = Q K^T, softmax, O += P V; P stays in registers
 
 Timeline of a consumer, tile i (n - 1 .. 0)
@@ -57,6 +58,7 @@ from ..common.work_list import LOG2E
 from ..mha_list import ROWS, VALUES
 from ..smxx.mha_items import key_tiles
 from .dense_frames import move_frame
+from .mha_hidden import CONSUMER_WARPS, whole_tiles
 from .mha_parts import STAGES, Loads, Rows, has_tail, release
 from .wgmma import issue, tiled_mma
 
@@ -254,7 +256,6 @@ class MhaFwd:
             if warp_id == 0:
                 gmem = (*tables, query_heads)
                 self.loads.run(st, layouts, tma, gmem, causal, group, rope_heads, ctas)
-                compat.pdl_launch_dependents()
             elif warp_id == 1:
                 self.loads.clear(st)
         else:
@@ -275,19 +276,20 @@ class MhaFwd:
         if which == 1:  # the first turn is the other's
             cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
         kc, done, count, phases = Int32(0), Int32(0), Int32(0), Int32(0)
-        head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
+        number = which * (CONSUMER_WARPS // 2) + warp
+        self.loads.hidden.reset(st, number)
+        count, head, q0, s_q, s_k, m, again = self._next(st, Int32(-1), number)
         while head >= 0:
             n = key_tiles(s_q, s_k, m, causal, self.tile)
             row0 = m * ROWS + which * 64  # of the warpgroup, in its sequence
             row = row0 + warp * 16 + lane // 4
-            clear = s_k  # keys that every row of the warpgroup sees
             for i in cutlass.range_constexpr(2):
                 limit[i] = s_k
                 if causal != 0:
                     limit[i] = cutlass.min(s_k, row + 8 * i + 1 + s_k - s_q)
-            if causal != 0:
-                clear = cutlass.max(cutlass.min(s_k, row0 + 1 + s_k - s_q), 0)
-            whole = cute.arch.make_warp_uniform(cutlass.min(clear // self.tile, n))
+            if again != 0:  # what is cleared, and waited for, is so for both warpgroups
+                row0 = m * ROWS
+            whole = whole_tiles(s_q, s_k, row0, n, self.tile, causal)
             frame.fill(NEVER)
             total.fill(0.0)
             acc_o.fill(0.0)
@@ -296,13 +298,16 @@ class MhaFwd:
                 if const_expr(self.q_steps):
                     self._take_q(st, operands)
                 self._first(st, operands, state, kc, (n - 1) * self.tile)
-                if has_tail(s_k, n, self.tile):
-                    self.loads.clean.wait_full(st, kc % STAGES, (phases >> (kc % STAGES)) & 1)
-                    phases = phases ^ (1 << (kc % STAGES))
+                if has_tail(s_k, n, self.tile) & (again == 0):
+                    phases = self._clean(st, kc, phases)
                 top = cutlass.min(n - 1, whole)
                 for x in cutlass.range(n - 1 - top, unroll=1):
+                    if again != 0:
+                        phases = self._clean(st, kc, phases)
                     self._tile(st, operands, state, kc, (n - 2 - x) * self.tile, True)
                     kc += 1
+                if (again != 0) & (whole < n):
+                    phases = self._clean(st, kc, phases)
                 for _ in cutlass.range(top, unroll=1):
                     self._tile(st, operands, state, kc, 0, False)
                     kc += 1
@@ -310,11 +315,36 @@ class MhaFwd:
                 self._last(st, operands, kc)
                 kc += 1
                 done += 1
-            self.rows.write(results, acc_o, frame, total, q0, s_q, head, row)
-            count += 1
-            head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
+            if (again != 0) & (whole < n):
+                self.loads.hidden.poison(st, acc_o, limit)
+            bad = self.rows.write(results, acc_o, frame, total, limit, q0, s_q, head, row)
+            bad = cute.arch.vote_any_sync(bad) & (causal != 0) & (again == 0) & (whole < n)
+            self.loads.hidden.tell(st, count, number, bad)
+            count, head, q0, s_q, s_k, m, again = self._next(st, count, number)
         if which == 0:  # the last turn that was passed on
             cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def _next(self, st, count, number):
+        """Number of the note behind ``count``, and what it tells; head is -1 behind the last."""
+        count += 1
+        note = self.loads.notes.read(st, count)
+        pause = note[0] < 0
+        while pause:
+            pause = Boolean(False)
+            if self.loads.hidden.left(st, count):
+                self.loads.hidden.tell(st, count, number, Boolean(False))
+                count += 1
+                note = self.loads.notes.read(st, count)
+                pause = note[0] < 0
+        return (count, *note)
+
+    @cute.jit
+    def _clean(self, st, vc, phases):
+        """Waits until the clearing warp is done with V of use ``vc``; the phases behind it."""
+        slot = vc % STAGES
+        self.loads.clean.wait_full(st, slot, (phases >> slot) & 1)
+        return phases ^ (1 << slot)
 
     def _operands(self, st, layouts, thread, which):
         """MMAs, operands and accumulators of a consumer."""
@@ -395,11 +425,14 @@ class MhaFwd:
         warpgroup.wait_group(1)
         release(self.loads.k, st, slot)
         gamma0, gamma1, moved = self._softmax(acc_s, state, first, masked)
+        # What hangs on the vote must stand before the wait (``_softmax``) and concern the warp alone:
+        # the wait is an instruction of the whole warpgroup, whose warps vote apart.
         if moved:
-            warpgroup.wait_group(0)
+            cute.arch.sync_warp()
+        warpgroup.wait_group(0)
+        if moved:
             for v in cutlass.range_constexpr(self.d_v // 2):
                 acc_o[v] = acc_o[v] * (gamma0 if v // 2 % 2 == 0 else gamma1)
-        warpgroup.wait_group(0)
         release(self.loads.v, st, v_slot)
         self._to_p16(acc_s, p16)
 
@@ -456,7 +489,7 @@ class MhaFwd:
             part[2 * r + v % 2] = part[2 * r + v % 2] + acc_s[v]
         for i in cutlass.range_constexpr(2):
             total[i] = total[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])
-        # The vote asks for the sums too, which are never negative, and a branch on it stands before
-        # the wait for P.V: or else ptxas puts the exponentials behind that wait.
+        # The vote asks for the sums too, which are never negative, and an instruction of the warp
+        # hangs on it before the wait for P.V: or else ptxas puts the exponentials behind that wait.
         moved = moved | (total[0] + total[1] < 0.0)
         return gamma[0], gamma[1], cute.arch.vote_any_sync(moved)

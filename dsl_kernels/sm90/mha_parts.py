@@ -5,10 +5,12 @@
     k, v     producer -> consumers         tiles of keys, the last tile first
     tail     producer -> clearing warp     a tile of V that reaches behind its sequence is asked for
     clean    clearing warp -> consumers    that tile, zeroed behind the end
+    seen     consumers -> clearing warp    see mha_hidden.py, as do verdicts
 
 Keys of the neighbour.  A sequence's last tile holds rows of whatever lies behind it: the next
 sequence, or nobody's memory.  Their logits are replaced (a select, not a sum), and their V is
-zeroed in shared memory, since P = 0 does not make 0 of a NaN.
+zeroed in shared memory, since P = 0 does not make 0 of a NaN.  A key of the sequence itself that
+some rows of a work tile do not see is mha_hidden.py's.
 """
 
 from __future__ import annotations
@@ -17,24 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
 from ..common.barriers import Ring
 from ..common.epilogue import Woven
 from ..common.smem import array, staged
-from ..common.types import U32
+from ..common.types import F16, U32
 from ..mha_list import HEADER, LAST_SECTION, ROWS, SECTION, TAKEN, TILE_WORDS, TILES, WIDTHS
 from ..smxx.mha_items import key_tiles, length
+from .mha_hidden import CONSUMER_WARPS, LINE, Hidden, any_nan, times_zero, whole_tiles
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 STAGES = 2  # of K, and of V
-CONSUMER_WARPS = 8
-LINE = 128  # bytes of a swizzled row in shared memory
 LN2 = 0.6931471805599453
+# Frames below which rows are right.  A logit in fp32 is off by up to half its last place, and so is
+# its distance from the frame: by 64 below 2^31, which fp32 sums of P' bear; by 1/2 below 2^24, so
+# that P' <= 2^15.5, which fp16 holds.
+LARGEST, LARGEST_F16 = 2.0**31, 2.0**24
 Boxes = list[tuple[Any, Any, Any]]  # (descriptor, shared boxes by stage, global boxes by tile)
 
 
@@ -109,17 +114,20 @@ class Loads:
         self.widths, self.d_qk, self.d_v = WIDTHS[spec.d_qk], spec.d_qk, spec.d_v
         self.tile = spec.key_tile
         who = {"consumers": CONSUMER_WARPS}
-        # head (-1 ends the list), first query token of the sequence, query tokens, keys, row tile
-        self.notes = Notes("item", 5, who)
-        # use of V's ring, keys of the tile that are the sequence's; -1 and 0 end the list
-        self.tails = Notes("tail", 2, {"clearing": 1})
+        # head (-1: a pause), first query token of the sequence, query tokens, keys, row tile, is it
+        # taken again
+        self.notes = Notes("item", 6, who)
+        # use of V's ring (-1 ends the list), keys of the tile that are the sequence's; of a work
+        # tile that is taken again the tile's first key, else -1; is it the work tile's first
+        self.tails = Notes("tail", 4, {"clearing": 1})
         self.q = Ring("q", 1, {"producer": 1}, who)
         self.k = Ring("k", STAGES, {"producer": 1}, who)
         self.v = Ring("v", STAGES, {"producer": 1}, who)
         self.clean = Ring("clean", STAGES, {"clearing": 1})
         rest = (self.q, self.k, self.v, self.clean)
-        self.rings = (self.notes.ring, self.tails.ring, *rest)
-        self.fields = {**self.notes.fields, **self.tails.fields}
+        self.hidden = Hidden(self.notes.ring, compat.dtype(spec.dtype), spec.d_v, spec.key_tile)
+        self.rings = (self.notes.ring, self.tails.ring, *rest, self.hidden.seen)
+        self.fields = {**self.notes.fields, **self.tails.fields, **self.hidden.fields}
         for ring in rest:
             self.fields.update(ring.field)
 
@@ -160,36 +168,56 @@ class Loads:
     @cute.jit
     def run(self, st, layouts, tma, gmem, causal, group, rope_heads, ctas):
         """The role.  ``gmem`` = (cu_seqlens_q, cu_seqlens_k, work, query heads)."""
-        cu_q, cu_k, work, heads = gmem
+        work, heads = gmem[2], gmem[3]
         count, kc, done, told = Int32(0), Int32(0), Int32(0), Int32(0)
-        total = work[TILES] * heads
-        j, _, _ = cute.arch.block_idx()
-        j = Int32(j)
-        while j < total:
-            tile, head = self._work_tile(j, work[TILES], heads)
-            at = HEADER + TILE_WORDS * tile
-            sequence, m = work[at], work[at + 1]
-            q0, k0 = cu_q[sequence], cu_k[sequence]
-            s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
-            self.notes.write(st, count, (head, q0, s_q, s_k, m))
+        total, going = work[TILES] * heads, Boolean(True)
+        following, _, _ = cute.arch.block_idx()
+        following = Int32(following)
+        while going:
+            j, again = self.hidden.choose(st, count, following, causal)
+            if j < total:
+                note, (q0, k0, s_q, s_k, m, head) = self.taken_apart(gmem, j)
+                self.notes.write(st, count, (*note, again))
+                n = key_tiles(s_q, s_k, m, causal, self.tile)
+                if n > 0:
+                    kv_head, _ = divmod(head, group)
+                    where = (q0, m, head, k0, kv_head, rope_heads)
+                    cleared = Int32(cutlass.select_(has_tail(s_k, n, self.tile), 1, 0))
+                    if again != 0:
+                        cleared = n - whole_tiles(s_q, s_k, m * ROWS, n, self.tile, causal)
+                    counts = (kc, done, told)
+                    valid = cutlass.min(s_k - (n - 1) * self.tile, self.tile)
+                    self._load(st, layouts, tma, where, counts, n, (valid, cleared, again))
+                    told += cleared
+                    done += 1
+                    kc += n
+                if again == 0:
+                    following = ctas + self._taken(work)
+            else:
+                self.notes.write(st, count, (Int32(-1),) * self.notes.words)
+                compat.pdl_launch_dependents()
+                going = self.hidden.left(st, count)
             count += 1
-            n = key_tiles(s_q, s_k, m, causal, self.tile)
-            if n > 0:
-                kv_head, _ = divmod(head, group)
-                where = (q0, m, head, k0, kv_head, rope_heads)
-                counts = (kc, done, told)
-                self._load(st, layouts, tma, where, counts, n, s_k - (n - 1) * self.tile)
-                if has_tail(s_k, n, self.tile):
-                    told += 1
-                done += 1
-                kc += n
-            taken = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                taken = Int32(cute.arch.atomic_add(work.iterator + TAKEN, Int32(1)))
-            j = ctas + cute.arch.shuffle_sync(taken, 0)
-        none = Int32(-1)
-        self.notes.write(st, count, (none, none, none, none, none))
-        self.tails.write(st, told, (none, Int32(0)))
+        self.tails.write(st, told, (Int32(-1),) * self.tails.words)
+
+    def taken_apart(self, gmem, j):
+        """Of work tile ``j``: its note without the last word; where its query tokens and keys
+        begin, how many there are, row tile and head."""
+        cu_q, cu_k, work, heads = gmem
+        tile, head = self._work_tile(j, work[TILES], heads)
+        at = HEADER + TILE_WORDS * tile
+        sequence, m = work[at], work[at + 1]
+        q0, k0 = cu_q[sequence], cu_k[sequence]
+        s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
+        return (head, q0, s_q, s_k, m), (q0, k0, s_q, s_k, m, head)
+
+    @cute.jit
+    def _taken(self, work):
+        """Work tiles that were taken before, beyond the first of each CTA."""
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = Int32(cute.arch.atomic_add(work.iterator + TAKEN, Int32(1)))
+        return cute.arch.shuffle_sync(taken, 0)
 
     @cute.jit
     def _work_tile(self, j, tiles, heads):
@@ -204,14 +232,16 @@ class Loads:
         return tile, first + (rest - tile * beside)
 
     @cute.jit
-    def _load(self, st, layouts, tma, where, counts, n, valid):
+    def _load(self, st, layouts, tma, where, counts, n, look):
         """Q, then K and V of a work tile's ``n`` tiles from the last on, V a tile behind K.
 
-        The last tile has ``valid`` keys of the sequence.  If that is not all, the clearing warp is
-        told once V's slot was free: it waits for one of the ring's phases, not for each, and so
-        must not come to the barrier while an earlier use is still on its way.
+        ``look``: keys of the last tile that are the sequence's, how many tiles from the last on are
+        the clearing warp's, is the work tile taken again.  The clearing warp is told once V's slot
+        was free: it waits for one of the ring's phases, not for each, and so must not come to the
+        barrier while an earlier use is still on its way.
         """
         kc, done, told = counts
+        valid, cleared, again = look
         lq, lk, lv = layouts
         tq, tv, *tk = tma
         q0, m, head, k0, kv_head, rope_heads = where
@@ -231,26 +261,42 @@ class Loads:
         if n > 1:
             self._fill(self.k, st, kc + 1, ks, n - 2, k_bytes)
         self._fill(self.v, st, kc, vs, n - 1, v_bytes)
-        if valid < self.tile:
-            self.tails.write(st, told, (kc, valid))
+        if cleared > 0:
+            begin = cutlass.select_(again != 0, (n - 1) * self.tile, Int32(-1))
+            self.tails.write(st, told, (kc, valid, Int32(begin), Int32(1)))
         for x in cutlass.range(2, n, unroll=1):
             self._fill(self.k, st, kc + x, ks, n - 1 - x, k_bytes)
             self._fill(self.v, st, kc + x - 1, vs, n - x, v_bytes)
+            if x - 1 < cleared:
+                self._tell(st, told, kc, x - 1, n)
         if n > 1:
             self._fill(self.v, st, kc + n - 1, vs, 0, v_bytes)
+            if n - 1 < cleared:
+                self._tell(st, told, kc, n - 1, n)
+
+    def _tell(self, st, told, kc, x, n):
+        """The clearing warp of the ``x``-th tile of V, not the first, of a work tile."""
+        note = (kc + x, Int32(self.tile), (n - 1 - x) * self.tile, Int32(0))
+        self.tails.write(st, told + x, note)
 
     @cute.jit
     def clear(self, st):
-        """The clearing warp's role: V behind a sequence's end, in its last tile."""
-        count = Int32(0)
-        vc, valid = self.tails.read(st, count)
+        """The clearing warp's role: V behind a sequence's end, in its last tile; where a work tile
+        is taken again V that is not finite, in tiles that not all of its rows see."""
+        count, again = Int32(0), Int32(0)
+        vc, valid, begin, fresh = self.tails.read(st, count)
         while vc >= 0:
             slot = vc % STAGES
             self.v.wait_full(st, slot, (vc // STAGES) & 1)
             self._clear(st, slot, valid)
+            if begin >= 0:
+                if fresh != 0:
+                    self.hidden.seen.wait_full(st, 0, (again & 1) ^ 1)
+                    again += 1
+                self.hidden.scan(st, slot, valid, begin, fresh)
             self.clean.arrive_full_if(st, slot, cute.arch.lane_idx() == 0)
             count += 1
-            vc, valid = self.tails.read(st, count)
+            vc, valid, begin, fresh = self.tails.read(st, count)
 
     @cute.jit
     def _clear(self, st, slot, valid):
@@ -285,27 +331,27 @@ class Rows:
     Attributes:
         dtype: of the output.
         d_v: its channels.
+        largest: frames of rows that are right are below it.
     """
 
     def __init__(self, dtype, d_v: int):
         self.dtype, self.d_v = dtype, d_v
+        self.largest = LARGEST_F16 if dtype is F16 else LARGEST
 
     @cute.jit
-    def write(self, results, acc_o, frame, total, q0, s_q, head, row):
-        """Normalised rows ``row`` and ``row + 8`` of a sequence, 16 bytes a store, and their LSE.
+    def write(self, results, acc_o, frame, total, limit, q0, s_q, head, row):
+        """Normalised rows ``row`` and ``row + 8`` of a sequence, 16 bytes a store, and their LSE;
+        returns whether a row of the thread is not finite that its sum does not explain.
 
         The four lanes of a quad hold pairs of channels of the same row; a transpose of words gives
         each a run of 8 channels.
         """
         out, lse = results
         quad = cute.arch.lane_idx() % 4
-        woven = Woven((1, 2), quad, 8)
+        woven, bad = Woven((1, 2), quad, 8), Boolean(False)
         for i in cutlass.range_constexpr(2):
-            s = total[i]
-            for off in cutlass.range_constexpr(2):
-                s = s + cute.arch.shuffle_sync_bfly(s, 1 << off)
-            empty = s == 0.0
-            inverse = cute.arch.rcp_approx(s)
+            s, empty = self._sum(frame[i], total[i], limit[i])
+            inverse, looked = cute.arch.rcp_approx(s), Uint32(0)
             mine = row + 8 * i < s_q
             token = q0 + row + 8 * i
             if mine & (quad == 0):
@@ -322,6 +368,23 @@ class Rows:
                         ]
                     )
                 turned = woven.swap(pairs, self.dtype)
+                for word in turned:
+                    looked = times_zero(word, self.dtype, looked)
                 if mine:
                     at = cute.crd2idx((token, head, 32 * g + 8 * quad), out.layout)
                     compat.store_words((out.iterator + at).align(16), turned)
+            bad = bad | (mine & (s == s) & any_nan(looked))
+        return bad
+
+    def _sum(self, frame, own, limit):
+        """(A row's sum over its lanes, does it see no key?).
+
+        The sum is NaN where logits are so large that their distance from the frame is not known,
+        and for keys of which none has entered the sum.
+        """
+        s = own
+        for off in range(2):
+            s = s + cute.arch.shuffle_sync_bfly(s, 1 << off)
+        far = (limit > 0) & ~(cute.math.absf(frame) < self.largest)
+        s = Float32(cutlass.select_(far, Float32(float("nan")), s))
+        return s, s == 0.0

@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from .. import compat
-from ..mha_list import ENTRY_WORDS, KEYS, LIST, TAKEN, TILES
-from ..smxx.mha_items import key_tiles, length, piece_begin, pieces_of
+from ..common.rounding import fma
+from ..mha_list import ENTRY_WORDS, KEYS, LIST, TILES
+from ..smxx.mha_items import length, piece_begin, pieces_of
 from .mha_fwd import MhaFwd, budget, feasible
-from .mha_parts import CONSUMER_WARPS, LN2, Loads, Notes, Rows, has_tail
+from .mha_hidden import CONSUMER_WARPS
+from .mha_parts import LN2, Loads, Notes, Rows
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -124,14 +126,13 @@ class MhaSplit(MhaFwd):
 
 class PieceNotes(Notes):
     """Of a work tile: head, first query token, query tokens, first partial row (-1: it is no
-    piece), then what the consumers count by: query tokens, keys, row tile.  The eighth word is
-    there because a slot is read in whole vectors of 16 bytes."""
+    piece), then what the consumers count by: query tokens, keys, row tile; is it taken again."""
 
     @cute.jit
     def read(self, st, count):
         """As the consumers take a work tile apart: where its rows go is one value to them."""
-        head, q0, s_q, partial, q, k, m, _ = Notes.read(self, st, count)
-        return head, (q0, s_q, partial), q, k, m
+        head, q0, s_q, partial, q, k, m, again = Notes.read(self, st, count)
+        return head, (q0, s_q, partial), q, k, m, again
 
 
 class PieceLoads(Loads):
@@ -142,80 +143,60 @@ class PieceLoads(Loads):
         self.notes = PieceNotes("item", Notes.room, {"consumers": CONSUMER_WARPS})
         self.rings = (self.notes.ring, *self.rings[1:])
         self.fields = {**self.fields, **self.notes.fields}
+        self.hidden.notes = self.notes.ring
 
-    @cute.jit
-    def run(self, st, layouts, tma, gmem, causal, group, rope_heads, ctas):
-        """The role.  ``gmem`` = (cu_seqlens_q, cu_seqlens_k, work, query heads)."""
+    def taken_apart(self, gmem, j):
+        """As of work tiles that are no pieces; of a piece the sequence that its note tells."""
         cu_q, cu_k, work, heads = gmem
-        count, kc, done, told = Int32(0), Int32(0), Int32(0), Int32(0)
-        tiles, begin = work[TILES], work[LIST]
-        j, _, _ = cute.arch.block_idx()
-        j = Int32(j)
-        while j < tiles * heads:
-            tile, head = self._work_tile(j, tiles, heads)
-            at = begin + ENTRY_WORDS * tile
-            sequence, m, piece, base = work[at], work[at + 1], work[at + 2], work[at + 3]
-            q0, k0 = cu_q[sequence], cu_k[sequence]
-            s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
-            first, end, partial = Int32(0), s_k, Int32(-1)
-            if base >= 0:
-                pieces = pieces_of(s_q, s_k)
-                first = piece_begin(s_k, pieces, piece) * KEYS
-                end = cutlass.min(piece_begin(s_k, pieces, piece + 1) * KEYS, s_k)
-                partial = base + piece * s_q
-            q, k = s_q - (s_k - end), end - first
-            self.notes.write(st, count, (head, q0, s_q, partial, q, k, m, Int32(0)))
-            count += 1
-            n = key_tiles(q, k, m, causal, self.tile)
-            if n > 0:
-                kv_head, _ = divmod(head, group)
-                where = (q0, m, head, k0 + first, kv_head, rope_heads)
-                counts = (kc, done, told)
-                self._load(st, layouts, tma, where, counts, n, k - (n - 1) * self.tile)
-                if has_tail(k, n, self.tile):
-                    told += 1
-                done += 1
-                kc += n
-            j = ctas + self._taken(work)
-        none = Int32(-1)
-        self.notes.write(st, count, (none,) * Notes.room)
-        self.tails.write(st, told, (none, Int32(0)))
+        tile, head = self._work_tile(j, work[TILES], heads)
+        at = work[LIST] + ENTRY_WORDS * tile
+        sequence, m, piece, base = work[at], work[at + 1], work[at + 2], work[at + 3]
+        s_q = length(cu_q, sequence)
+        q0, k0 = cu_q[sequence], cu_k[sequence]
+        first, end, partial = self._range(s_q, length(cu_k, sequence), piece, base)
+        q, k = s_q - (length(cu_k, sequence) - end), end - first
+        return (head, q0, s_q, partial, q, k, m), (q0, k0 + first, q, k, m, head)
 
     @cute.jit
-    def _taken(self, work):
-        """Work tiles that were taken before, beyond the first of each CTA."""
-        taken = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            taken = Int32(cute.arch.atomic_add(work.iterator + TAKEN, Int32(1)))
-        return cute.arch.shuffle_sync(taken, 0)
+    def _range(self, s_q, s_k, piece, base):
+        """Where a piece's keys begin and end, and its first partial row; of no piece all, and -1."""
+        first, end, partial = Int32(0), s_k, Int32(-1)
+        if base >= 0:
+            pieces = pieces_of(s_q, s_k)
+            first = piece_begin(s_k, pieces, piece) * KEYS
+            end = cutlass.min(piece_begin(s_k, pieces, piece + 1) * KEYS, s_k)
+            partial = base + piece * s_q
+        return first, end, partial
 
 
 class PieceRows(Rows):
     """Rows of results, or of partial ones, from fragments of 64 x d_v accumulators."""
 
     @cute.jit
-    def write(self, results, acc_o, frame, total, where, s_q, head, row):
+    def write(self, results, acc_o, frame, total, limit, where, s_q, head, row):
         """Rows ``row`` and ``row + 8`` of a sequence; ``where``: as ``PieceNotes`` reads it."""
         q0, rows, partial = where
+        bad = Boolean(False)
         if partial < 0:
-            Rows.write(self, results[:2], acc_o, frame, total, q0, rows, head, row)
+            bad = Rows.write(
+                self, results[:2], acc_o, frame, total, limit, q0, rows, head, row
+            )  # fmt: skip
         else:
-            self._partial(results[2:], acc_o, frame, total, partial, rows, head, row)
+            bad = self._partial(results[2:], acc_o, (frame, total, limit), partial, rows, head, row)
+        return bad
 
     @cute.jit
-    def _partial(self, results, acc_o, frame, total, first, rows, head, row):
-        """Normalised rows in fp32 behind partial row ``first``, and their LSE.
+    def _partial(self, results, acc_o, state, first, rows, head, row):
+        """Normalised rows in fp32 behind partial row ``first``, and their LSE; returns as ``write``.
 
         A quad's lanes hold pairs of channels: 8 bytes each, a sector of 32 together.
         """
         out, lse = results
-        quad = cute.arch.lane_idx() % 4
+        frame, total, limit = state
+        quad, bad = cute.arch.lane_idx() % 4, Boolean(False)
         for i in cutlass.range_constexpr(2):
-            s = total[i]
-            for off in cutlass.range_constexpr(2):
-                s = s + cute.arch.shuffle_sync_bfly(s, 1 << off)
-            empty = s == 0.0
-            inverse = cute.arch.rcp_approx(s)
+            s, empty = self._sum(frame[i], total[i], limit[i])
+            inverse, looked = cute.arch.rcp_approx(s), Float32(0.0)
             mine = row + 8 * i < rows
             token = first + row + 8 * i
             if mine & (quad == 0):
@@ -228,6 +209,10 @@ class PieceRows(Rows):
                         Float32(cutlass.select_(empty, Float32(0.0), acc_o[v + y] * inverse))
                         for y in range(2)
                     ]
+                    for value in pair:
+                        looked = fma(value, Float32(0.0), looked)
                     at = cute.crd2idx((token, head, 8 * g + 2 * quad), out.layout)
                     words = [x.bitcast(Uint32) for x in pair]
                     compat.store_words((out.iterator + at).align(8), words)
+            bad = bad | ((s == s) & (looked != looked))
+        return bad
