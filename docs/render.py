@@ -24,6 +24,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import support  # noqa: E402
 import torch  # noqa: E402
 from api_page import api_page  # noqa: E402
 
@@ -41,8 +42,8 @@ SPEED = "h200-table"
 OTHER_CARDS = ("h100-table",)  # the same shapes on other cards, one sentence each
 PEERS = ("flashmla_bf16", "flashmla_fp8")
 SHAPES = (
-    "b32_L16384_h16_q1", "b32_L16384_h64_q1", "b32_L16384_h128_q1", "b32_L16384_h128_q2",
-    "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
+    "b32_L16384_h16_q1", "b32_L16384_h64_q1", "b32_L16384_h128_q1", "b16_L1024_h16_q1",
+    "b16_L65536_h16_q1", "b1_L131072_h16_q1",
 )  # fmt: skip
 PICTURE_PAGE = 64  # tokens of a page in the pictures
 BAR = 64  # characters of a byte map
@@ -203,13 +204,23 @@ def speed_block() -> str:
         share = f"{ours['us']:.1f} ({100 * ours['roof_us'] / ours['us']:.0f} %)"
         what = f"{found[1]} × {found[2]}, {found[3]}, {found[4]}"
         lines.append(f"| {what} | {share} | {cells[0]} | {cells[1]} |")
-    table = f"[the table](profiles/results/{SPEED}.md), which has all shapes:"
-    head = f"{_speed_words(report)}. From {table}"
+    words = [_speed_words(report)]
     for name in OTHER_CARDS:
         if (RESULTS / f"{name}.json").is_file():
-            also = f"{_speed_words(_report(name))} ([table](profiles/results/{name}.md))."
-            lines += ["", *textwrap.wrap(also, 105)]
-    return "\n".join([*textwrap.wrap(head, 105), "", *lines])
+            words.append(f"{_speed_in_short(_report(name))} ([table](profiles/results/{name}.md)).")
+    head = textwrap.wrap(" ".join(words), 119, break_on_hyphens=False, break_long_words=False)
+    return "\n".join([*head, "", *lines])
+
+
+def _speed_in_short(report: dict[str, Any]) -> str:
+    """The same ratios on another card, where the README has said what they are."""
+    summary = {(s["ours"], s["peer"]): s for s in report["summary"]}
+    ratios = [
+        f"{s['geomean']:.2f}× (at least {s['worst']:.2f}×)"
+        for s in (summary["snapmla", peer] for peer in PEERS)
+    ]
+    card = report["machine"]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+    return f"On an {card}, commit `{report['commit'][:7]}`: {' and '.join(ratios)}"
 
 
 def _speed_words(report: dict[str, Any]) -> str:
@@ -219,11 +230,12 @@ def _speed_words(report: dict[str, Any]) -> str:
     for peer, label in zip(PEERS, ("BF16", "FP8 (one scale per tensor)"), strict=True):
         s = summary["snapmla", peer]
         words.append(
-            f"{s['geomean']:.2f}× the speed of FlashMLA's {label} kernel in geometric mean, "
-            f"at least {s['worst']:.2f}× (faster on {s['faster']} of {s['rows']} shapes)"
+            f"{s['geomean']:.2f}× the speed of FlashMLA's {label} kernel in geometric mean "
+            f"(at least {s['worst']:.2f}×, faster on {s['faster']} of {s['rows']} shapes)"
         )
     card = report["machine"]["gpu"].removeprefix("NVIDIA ")
-    return f"Speed on an {card}, same run, commit `{report['commit'][:7]}`: {'; '.join(words)}"
+    source = f"commit `{report['commit'][:7]}` ([all shapes](profiles/results/{SPEED}.md))"
+    return f"Speed on an {card}, same run, {source}: {' and '.join(words)}."
 
 
 def accuracy_block() -> str:
@@ -270,6 +282,8 @@ def blocks() -> dict[str, str]:
         "search order": search_order(),
         "explain": explain_block(),
         "speed": speed_block(),
+        "support": support.matrix(),
+        "formats": support.formats(),
         "accuracy": accuracy_block(),
     }
 
