@@ -118,8 +118,10 @@ def decode(
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.
         cache_seqlens: int32 (b,), tokens per sequence, the new ones included; 0 is fine.
-        softmax_scale: factor of the logits, positive, at most 2**57.  There is no default:
-            DeepSeek's models want ``192**-0.5 * mscale**2``, FlashMLA's default is ``576**-0.5``.
+        softmax_scale: factor of the logits, positive, at most 2**57, with ``indices`` over a BF16
+            cache 2**16 (there a row with a logit of 2**31 or more, times log2 e, is NaN in ``out``
+            and ``lse``).  There is no default: DeepSeek's models want ``192**-0.5 * mscale**2``,
+            FlashMLA's default is ``576**-0.5``.
         plan: from ``plan_decode`` for these ``cache_seqlens``; None plans here (and allocates).
         causal: query token s of s_q sees the first ``length - (s_q - 1 - s)`` tokens; False: all,
             with a plan made so.  Of no effect with a plan that has ``row_seqlens``.

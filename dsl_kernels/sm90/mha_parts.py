@@ -82,8 +82,13 @@ class Notes:
     @cute.jit
     def write(self, st, count, note):
         """The ``count``-th note, by the producer's warp."""
+        self.ring.wait_empty(st, count % 2, ((count // 2) & 1) ^ 1)
+        self.put(st, count, note)
+
+    @cute.jit
+    def put(self, st, count, note):
+        """``write`` where its slot is known to be free."""
         slot, lane = count % 2, cute.arch.lane_idx()
-        self.ring.wait_empty(st, slot, ((count // 2) & 1) ^ 1)
         words = self._slot(st, slot)
         if lane == 0:
             for i in cutlass.range_constexpr(self.words):
@@ -177,7 +182,7 @@ class Loads:
             j, again = self.hidden.choose(st, count, following, causal)
             if j < total:
                 note, (q0, k0, s_q, s_k, m, head) = self.taken_apart(gmem, j)
-                self.notes.write(st, count, (*note, again))
+                self.notes.put(st, count, (*note, again))
                 n = key_tiles(s_q, s_k, m, causal, self.tile)
                 if n > 0:
                     kv_head, _ = divmod(head, group)
@@ -194,7 +199,7 @@ class Loads:
                 if again == 0:
                     following = ctas + self._taken(work)
             else:
-                self.notes.write(st, count, (Int32(-1),) * self.notes.words)
+                self.notes.put(st, count, (Int32(-1),) * self.notes.words)
                 compat.pdl_launch_dependents()
                 going = self.hidden.left(st, count)
             count += 1

@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import compat
 from ..common.barriers import warps_meet
 from ..common.epilogue import store_run
+from ..common.frames import NEVER
 from ..common.rounding import fma
 from ..dims import TOKEN_TILE as TILE
 from .dense_few import D_BLOCKS, FewRows
@@ -85,7 +86,9 @@ class FewHeads(GatheredForm, FewRows):
         for x in cutlass.range_constexpr(n_rows):
             v = 4 * (x // 2) + x % 2
             old, high = frame[x], m[x] * scale
-            most[x] = cute.arch.fmax(most[x], high)
+            # ``maxima`` begins at NEVER, which is no logit
+            seen = Float32(cutlass.select_(m[x] > NEVER, high, -Float32.inf))
+            most[x] = cute.arch.fmax(most[x], seen)
             frame[x], gamma[x] = move_frame(high, old)
             t[v] = cute.math.exp2(fma(t[v], scale, -frame[x]), fastmath=True)
             t[v + 2] = cute.math.exp2(fma(t[v + 2], scale, -frame[x]), fastmath=True)
@@ -143,7 +146,8 @@ class FewHeads(GatheredForm, FewRows):
         self.exchange(across, state, wwarp, lane)
         if row < self.rows_cta:
             total = (across[row, 0] + across[row, 1]) + (across[row, 2] + across[row, 3])
-            first_lse(gmem, item.block * self.rows_cta + row, item.query, total, across[row, 4])
+            head = item.block * self.rows_cta + row
+            first_lse(gmem, head, item.query, total, across[row, 4], across[row, 5])
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # the next tile writes ``across``
 
     @cute.jit

@@ -114,7 +114,7 @@ class GatheredForm(Form):
             count = Work.count(gmem, query)
             frame.fill(NEVER)
             sums.fill(0.0)
-            most.fill(NEVER)
+            most.fill(-Float32.inf)
             self.begin(st, operands, items)
             state = (frame, sums, most, gmem.scale)
             for tile in cutlass.range(0, item.tiles, unroll=1):

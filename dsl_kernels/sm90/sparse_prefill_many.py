@@ -198,14 +198,15 @@ class ManyHeads(GatheredForm, ManyRows):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        frame, sums, _, _ = state
+        frame, sums, most, _ = state
         for i in cutlass.range_constexpr(2):
-            total = sums[i]
+            total, top = sums[i], most[i]
             for off in cutlass.range_constexpr(2):
                 total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
             if lane % 4 == 0:
                 head = item.block * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i)
-                first_lse(gmem, head, item.query, total, frame[i])
+                first_lse(gmem, head, item.query, total, frame[i], top)
 
     # ---------------------------------------------------------------- P.V warpgroups
 

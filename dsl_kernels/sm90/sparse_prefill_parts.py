@@ -38,7 +38,7 @@ from ..common.smem import array, one_stage, staged
 from ..common.types import BF16, ROW_MAJOR, U32
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
-from .mha_parts import LN2
+from .mha_parts import LARGEST, LN2
 from .roles import PV_WARPS, ROWS_OF_CTA, SOFTMAX_WARPS
 
 STAGES = 2
@@ -400,8 +400,10 @@ class GatheredTiles:
 def finish_row(gmem, head, query, total, frame, most):
     """LSE and largest logit of a row to memory, by one lane; returns by what O is multiplied.
 
-    Of a piece of a list the LSE alone, in log2 units as merge wants it; sinks are merge's."""
-    empty, kept = total == 0.0, Float32(1.0)
+    Of a piece of a list the LSE alone, in log2 units as merge wants it; sinks are merge's.
+    ``most`` is the largest logit, -inf of a row that names no token."""
+    total, kept = known(total, most), Float32(1.0)
+    empty = total == 0.0
     value = cute.math.log2(total, fastmath=True) + frame
     if const_expr(gmem.width is not None):
         if head < gmem.heads:
@@ -416,9 +418,19 @@ def finish_row(gmem, head, query, total, frame, most):
     return Float32(0.0) if empty else kept / total
 
 
+def known(total, most):
+    """A row's sum; NaN where its largest logit, in log2 units, is so large that the distance from
+    its frame is not known (mha_parts.py), whatever the sum is.  A row without a token keeps its 0,
+    and so does one whose logits are all -inf."""
+    size = cute.math.absf(most)
+    far = (size >= LARGEST) & (most != -Float32.inf)
+    return Float32(cutlass.select_(far, Float32(float("nan")), total))
+
+
 @cute.jit
-def first_lse(gmem, head, query, total, frame):
+def first_lse(gmem, head, query, total, frame, most):
     """LSE of the entries that the indexer chose, those up to this tile, by one lane."""
+    total = known(total, most)
     value = cute.math.log2(total, fastmath=True) + frame
     if head < gmem.heads:
         gmem.lse_indexer[query, head] = Float32.inf if total == 0.0 else value * LN2

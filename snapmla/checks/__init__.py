@@ -65,6 +65,10 @@ MAX_UNIT_ROWS = 4_000_000  # of one unit: their places in a slot fit int32 (comm
 # Kernels start their running maximum at -1e30, in log2 units: a logit below it would be no token.
 # 576 channels of float16's largest value in q and k, times this scale, stay above.
 MAX_SOFTMAX_SCALE = 2.0**57
+# Kernels of rows in 16 bits that have no scales of their own (``mha_prefill``, ``sparse_prefill``,
+# lists over a BF16 cache) know a logit's distance from its frame below 2^31 in log2 units: rows of
+# norm 128 in q and k, times this scale, stay below (2^14 * 2^16 * log2 e = 1.5e9).
+MAX_ROWS_SCALE = 2.0**16
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> int:
@@ -185,13 +189,19 @@ def unit_rows(name: str, rows: int) -> int:
     return rows
 
 
-def softmax_scale(value: Any) -> float:
-    """Checks the softmax scale: a positive Python number whose logits fp32 can hold."""
+def softmax_scale(value: Any, most: float | None = None) -> float:
+    """Checks the softmax scale: a positive Python number whose logits kernels can hold.
+
+    Args:
+        most: the largest that is taken; None: ``MAX_SOFTMAX_SCALE``.
+    """
+    most = MAX_SOFTMAX_SCALE if most is None else most
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = "" if value is None else "convert it with float(...)"
         type_error("softmax_scale", "a Python float", class_name(value), hint)
-    if not 0 < value <= MAX_SOFTMAX_SCALE:
-        wanted = f"a positive finite number of at most {MAX_SOFTMAX_SCALE:.3g}"
+    if not 0 < value <= most:
+        shown = f"{most:.0f}" if most < 1e6 else f"{most:.3g}"
+        wanted = f"a positive finite number of at most {shown}"
         value_error("softmax_scale", wanted, value)
     return float(value)
 

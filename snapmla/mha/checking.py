@@ -115,7 +115,7 @@ def check_shapes(call: Mha) -> None:
     for name, longest in (("max_seqlen_q", call.max_seqlen_q), ("max_seqlen_k", call.max_seqlen_k)):
         checks.integer(name, longest, 0, 2**31 - 1)
     if call.softmax_scale is not None:
-        checks.softmax_scale(call.softmax_scale)
+        checks.softmax_scale(call.softmax_scale, checks.MAX_ROWS_SCALE)
     checks.flag("causal", call.causal)
     checks.flag("split_keys", call.split_keys)
 

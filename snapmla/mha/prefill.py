@@ -57,7 +57,8 @@ def mha_prefill(
     call.
 
     Rows behind a sequence's end, the next sequence's or nobody's, never reach it, whatever they
-    hold.  A row's result depends on its own sequence alone: bits are the same in any batch, also
+    hold; nor do keys reach a query token that the causal rule hides from it: beside a NaN or an
+    infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's result depends on its own sequence alone: bits are the same in any batch, also
     where keys are split, as whether and where that is follows from the sequence's two lengths.
 
     Args:
@@ -76,7 +77,9 @@ def mha_prefill(
             nothing depends on it.
         max_seqlen_k: at least the longest sequence's keys; it scales the order of the work, results
             do not depend on it.
-        softmax_scale: factor of the logits; None: d_qk ** -0.5.
+        softmax_scale: factor of the logits, positive, at most 2**16; None: d_qk ** -0.5.  A row
+            with a logit of 2**31 or more (of float16 2**24), times log2 e, is NaN in ``out`` and
+            ``lse``.
         causal: query token i of s_q sees keys up to i + s_k - s_q: bottom right.  More queries than
             keys are fine: the first rows then see none.
         split_keys: cuts the keys of a sequence of few query tokens into pieces that are computed

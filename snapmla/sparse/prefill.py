@@ -94,7 +94,9 @@ def sparse_prefill(
             Or a ``PagedKVCache`` of format ``fp8``.
         indices: int32 (s_q, 1, topk), topk of 1 or more, rows of ``kv`` in any order, or slots of
             the cache; rows of indices may be strided.
-        softmax_scale: factor of the logits.
+        softmax_scale: factor of the logits, positive, at most 2**16 (over an FP8 cache as of
+            ``decode``).  A row with a logit of 2**31 or more, times log2 e, is NaN in ``out``,
+            ``max_logits`` and ``lse``.
         d_v: 512.
         attn_sink: float32 (h,), a logit of each head that takes its share and is no value, so
             that ``out`` is multiplied by 1 / (1 + exp(sink - lse)); infinities are legal.  Neither
@@ -221,7 +223,7 @@ def check_shapes(call: Call) -> None:
     checks.tensor("indices", indices, (torch.int32,), (s_q, 1, "topk"), device)
     if not 1 <= indices.shape[2] <= MAX_TOPK:
         checks.value_error("indices", f"1 to {MAX_TOPK} entries of a token", indices.shape[2])
-    checks.softmax_scale(call.softmax_scale)
+    checks.softmax_scale(call.softmax_scale, checks.MAX_ROWS_SCALE)
     checks.choice("d_v", call.d_v, (KV_LORA_RANK,))
     if call.attn_sink is not None:
         checks.tensor("attn_sink", call.attn_sink, _FLOAT32, (heads,), device)

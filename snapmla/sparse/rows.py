@@ -135,7 +135,7 @@ def check_options(call: Call, rows: tuple[int, ...], device: torch.device) -> No
         checks.tensor("attn_sink", call.attn_sink, (torch.float32,), (rows[-1],), device)
         checks.contiguous("attn_sink", call.attn_sink)
     check_outputs(call.out, call.lse, rows, call.out_dtype, device, _BF16)
-    checks.softmax_scale(call.options[0])
+    checks.softmax_scale(call.options[0], checks.MAX_ROWS_SCALE)
     choices(False, *call.options[1:])
 
 

@@ -93,14 +93,22 @@ def _logits(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return s
 
 
-def _product(p: Tensor, v: Tensor, group: int) -> Tensor:
-    return torch.einsum("hqk,khd->qhd", p, v.double().repeat_interleave(group, 1))
+def _product(p: Tensor, v: Tensor, group: int, seen: Tensor) -> Tensor:
+    """P V; NaN in channels of rows that see a number that is not finite there, ``seen`` (h, q, k).
+    What a row does not see does not reach it, though 0 times a NaN is NaN."""
+    values = v.double().repeat_interleave(group, 1)
+    wild = ~values.isfinite()
+    made = torch.einsum("hqk,khd->qhd", p, values.masked_fill(wild, 0.0))
+    if wild.any():
+        met = torch.einsum("hqk,khd->qhd", seen.double(), wild.double()) > 0
+        made = made.masked_fill(met, math.nan)
+    return made
 
 
 def _exact(s: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor]:
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
     frame = torch.where(torch.isneginf(lse), 0.0, lse)
-    return _product(torch.exp(s - frame[..., None]), v, group), lse
+    return _product(torch.exp(s - frame[..., None]), v, group, ~torch.isneginf(s)), lse
 
 
 def _rounded(
@@ -118,7 +126,9 @@ def _rounded(
         p = torch.exp2(tile - new[..., None])
         total = total * gamma + p.sum(-1)
         p16 = p.to(dtype).double()
-        out = out * gamma.T[..., None] + _product(p16, v[first : first + keys], group)
+        out = out * gamma.T[..., None] + _product(
+            p16, v[first : first + keys], group, ~torch.isneginf(tile)
+        )  # fmt: skip
         frame = new
     empty = total == 0
     lse = torch.where(empty, -math.inf, (frame + torch.log2(total)) / LOG2_E)
@@ -192,6 +202,7 @@ def _outside(got: Tensor, want: Tensor, gate: tuple[float, float], more: Tensor 
     """Elements that no gate lets through; ``more`` is another absolute one."""
     off = (got.double() - want).abs()
     right = (off <= gate[0]) | (off <= gate[1] * want.abs()) | (off <= more)
+    right = right | (want.isnan() & ~got.isfinite())
     return int((~(right | (got == want))).sum())
 
 
@@ -200,6 +211,8 @@ def mha_errors(
     scale: float, causal: bool,
 ) -> MhaErrors:  # fmt: skip
     """Results against fp64 by FlashMLA's gates and the mimic; rows of no sequence are not seen.
+
+    Where the reference is NaN the result must be NaN or infinite, and counts no further.
 
     Args:
         out, lse: what the kernel gave, (total_q, h, d_v) and (h, total_q).
@@ -225,8 +238,10 @@ def mha_errors(
         sizes = _logits(q[rows].abs(), k[keys].abs(), abs(scale), causal)
         if keys.stop > keys.start:
             condition[:, rows] = sizes.amax(-1).clamp_min(0) * LSE_CONDITION
+    outside = _outside(out, truth, OUT_GATE) + _outside(lse, truth_lse, LSE_GATE, condition)
+    out, truth, mimic = (x.masked_fill(truth.isnan(), 0.0) for x in (out, truth, mimic))
     return MhaErrors(
-        outside=_outside(out, truth, OUT_GATE) + _outside(lse, truth_lse, LSE_GATE, condition),
+        outside=outside,
         cosine=metrics.one_minus_cosine(out, truth),
         error=metrics.relative_l2(out, truth),
         allowed=MIMIC_FACTOR * metrics.relative_l2(mimic.to(out.dtype), truth) + FP32_SLACK,

@@ -15,6 +15,7 @@ from snapmla.errors import VariantError
 from snapmla.mha import flash_attention_names, flash_mla_names, mha_prefill, workspace_size
 from snapmla.mha import prefill as front
 from snapmla.testing.mha_job import mha_errors, offsets
+from snapmla.testing.reference import merge_states_reference
 from tests.support.needs import needs_kernels
 
 pytestmark = needs_kernels
@@ -90,6 +91,45 @@ def test_flash_mla_qkvpacked(truth: Truth) -> None:
     got = flash_mla_names.flash_attn_varlen_qkvpacked_func(packed, cu, max(LQ), 192)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1].T)
     assert not torch.equal(got[0], out[:, :1]), "another mask, other keys"
+
+
+def test_a_hidden_key_reaches_no_row_through_a_merge() -> None:
+    """A prefix, and the new tokens behind it, the fifth of which has a NaN in V: attention in two
+    calls, merged, is that of a sound V for the tokens before."""
+    call = given(cu_seqlens_q=offsets((9,)), cu_seqlens_k=offsets((9,)), max_seqlen_k=30)
+    sizes = [(name, call[name][25:], call[name][:25]) for name in ("k_nope", "v", "k_rope")]
+    new = {**call, **{name: rows for name, rows, _ in sizes}}
+    before = {**call, **{name: rows for name, _, rows in sizes}, "cu_seqlens_k": offsets((25,))}
+    wild = new["v"].clone()
+    wild[4, :, 3] = math.nan
+    prefix = mha_prefill(**before, causal=False)
+    got, want = (mha_prefill(**{**new, "v": v}) for v in (wild, new["v"]))
+    merged = [
+        merge_states_reference(torch.stack([prefix[0], x[0]]), torch.stack([prefix[1], x[1]]))
+        for x in (got, want)
+    ]
+    assert torch.equal(merged[0][0][:4], merged[1][0][:4]) and got[0][4:, :, 3].isnan().all()
+    assert torch.equal(merged[0][1], merged[1][1]) and merged[1][0].isfinite().all()
+
+
+def test_logits_beyond_what_fp32_tells_apart() -> None:
+    """Right below 2^31 in log2 units; from there on a row is NaN, LSE too, on either side of 0."""
+    call = given(softmax_scale=2.0**16)
+    k = torch.zeros(T_K, H_K, 192).to(BF16)
+    k[:, :, 0] = 64.0
+    k[7, :, 0] = 80.0
+    sizes = torch.tensor([0.0, 1.0, 200.0, 256.0, 512.0, -200.0, -512.0, 1e30, -1e30])
+    q = torch.zeros(T_Q, H, 192)
+    q[:, :, 0] = sizes[:, None]
+    call = {**call, "q": q.to(BF16), "k_nope": k, "k_rope": None, "causal": False}
+    out, lse = mha_prefill(**call)
+    right, far = [0, 1, 2, 3, 5], [4, 6, 7, 8]
+    largest = torch.where(sizes > 0, 80.0, 64.0) * sizes * 2.0**16
+    assert ((largest[right] * 1.4427).abs() < 2**31).all() and out[right].isfinite().all()
+    assert ((largest[far] * 1.4427).abs() >= 2**31).all()
+    assert torch.allclose(lse[:, right], largest[right].expand(H, -1), rtol=1e-6, atol=4.0)
+    assert torch.equal(out[1:4], call["v"][7].expand(3, H, -1))
+    assert out[far].isnan().all() and lse[:, far].isnan().all()
 
 
 def test_flash_attention_names(truth: Truth) -> None:
@@ -234,6 +274,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("max_seqlen_q", -1, ValueError, "max_seqlen_q: expected 0 to"),
     ("max_seqlen_k", 1.5, TypeError, "max_seqlen_k: expected an int, got float"),
     ("softmax_scale", 0.0, ValueError, "softmax_scale: expected a positive"),
+    ("softmax_scale", 65537.0, ValueError, "softmax_scale: expected .* at most 65536, got 65537"),
     ("softmax_scale", torch.ones(()), TypeError, "softmax_scale: expected a Python float"),
     ("causal", "yes", TypeError, "causal: expected True or False"),
     ("out", lambda c: torch.zeros(T_Q, H, 128), TypeError, "out: expected dtype bfloat16"),

@@ -69,6 +69,25 @@ def test_options_that_are_left_out(truth: Truth) -> None:
     assert same(sparse_prefill(**{**call, "topk_length": None}), sparse_prefill(**whole))
 
 
+def test_logits_beyond_what_fp32_tells_apart() -> None:
+    """Right below 2^31 in log2 units; from there on a row is NaN in all results, whatever the side
+    of 0; a row that names no token still says so."""
+    sizes = (1.0, 256.0, 512.0, -200.0, -512.0, -1e28)
+    q, kv = torch.zeros(2, len(sizes), 576), torch.zeros(3, 1, 576)
+    q[..., 575], kv[:, 0, 575] = torch.tensor(sizes), torch.tensor([64.0, 80.0, 64.0])
+    kv[..., 0] = torch.tensor([[1.0], [2.0], [3.0]])
+    indices = torch.tensor([[[0, 1, 2]], [[-1, -1, 7]]], dtype=I32)
+    out, most, lse = sparse_prefill(q.to(BF16), kv.to(BF16), indices, 2.0**16)
+    largest = torch.tensor([80.0 if x > 0 else 64.0 for x in sizes]) * torch.tensor(sizes) * 2**16
+    right = (largest * 1.4427).abs() < 2**31
+    assert right.tolist() == [True, True, False, True, False, False]
+    assert torch.allclose(lse[0, right], largest[right], rtol=1e-6, atol=2.0)
+    assert torch.allclose(most[0, right], largest[right], rtol=1e-6)
+    assert out[0, :2, 0].tolist() == [2.0, 2.0] and out[0, 3, 0] == 2.0
+    assert all(x[0, ~right].isnan().all() for x in (out, most, lse))
+    assert torch.isposinf(lse[1]).all() and torch.isneginf(most[1]).all() and not out[1].any()
+
+
 def test_flash_mla_names(truth: Truth) -> None:
     """vLLM's call: heads padded with NaN, topk padded with -1, ``out=``; errors by its names."""
     call, made = truth
@@ -277,6 +296,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("indices", lambda c: c["indices"][..., ::2], ValueError, "indices: expected innermost stride"),
     ("softmax_scale", None, TypeError, "softmax_scale: expected a Python float"),
     ("softmax_scale", -1.0, ValueError, "softmax_scale: expected a positive"),
+    ("softmax_scale", 2.0**17, ValueError, "softmax_scale: expected .* at most 65536, got 131072"),
     ("d_v", 128, ValueError, "d_v: expected one of 512, got 128|d_v: expected 512, got 128"),
     ("attn_sink", zeros(H + 1, dtype=F32), ValueError, r"attn_sink: expected shape \(3,\)"),
     ("attn_sink", zeros(H), TypeError, "attn_sink: expected dtype float32"),

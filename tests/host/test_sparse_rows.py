@@ -101,6 +101,33 @@ def test_one_short_list() -> None:
     assert metrics.relative_l2(out, want) < 4e-3 and float((lse - of_rows).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "width", [None, pytest.param(64, marks=pytest.mark.whole_matrix)], ids=["whole", "pieces"]
+)
+def test_logits_beyond_what_fp32_tells_apart(width: int | None) -> None:
+    """A row with a logit of 2^31 in log2 units or more is NaN, LSE too, also where another piece of
+    its list is right; the others are right, and a larger scale is refused."""
+    cache = snapmla.PagedKVCache.allocate(7, P, device="cpu", dtype=torch.bfloat16)
+    assert cache.kv is not None
+    cache.kv.zero_()
+    rows = cache.kv.view(-1, 576)
+    rows[:100, 575], rows[70, 575] = 1.0, 80.0
+    rows[:, 0] = 3.0
+    q = torch.zeros(1, 1, H, 576).bfloat16()
+    q[..., 575] = torch.tensor([1.0, 256.0, 512.0])
+    indices = torch.arange(100, dtype=I32).view(1, 1, 100)
+    plan = snapmla.plan_sparse_decode(
+        H, 1, topk=100, batch=1, device="cpu", cache_dtype="bf16", fixed_split_tokens=width
+    )
+    given = {"q": q, "cache": cache, "indices": indices, "plan": plan}
+    out, lse = snapmla.decode(**given, softmax_scale=2.0**16)
+    assert out[0, 0, :2, 0].tolist() == [3.0, 3.0] and out[0, 0, 2].isnan().all()
+    assert torch.allclose(lse[0, :2, 0], torch.tensor([80.0, 80.0 * 256]) * 2**16, rtol=1e-6)
+    assert lse[0, 2].isnan().all()
+    with pytest.raises(ValueError, match="softmax_scale: expected .* at most 65536, got 131072"):
+        snapmla.decode(**given, softmax_scale=2.0**17)
+
+
 @pytest.mark.whole_matrix
 def test_bits_depend_on_the_width_alone() -> None:
     """A sequence alone, and among others; a query in a cache that grew; strided lists."""

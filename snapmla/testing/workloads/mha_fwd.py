@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +26,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     before it is masked, too, for some rows without moving their frame;
     then every key for every row, four tiles, and logits that move frames; at the end of the lists
     short sequences, and such without keys, of which nothing but a note tells; at last a batch in
-    which no sequence has keys.  Of split keys one sequence each has two pieces."""
+    which no sequence has keys; behind them values that are no numbers, of keys that some rows do
+    not see.  Of split keys one sequence each has two pieces."""
     if spec.keys == "split":
         yield from _small_split(spec)
         return
@@ -39,6 +41,25 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield Call(job.arguments(), {}, job=job)
     job = MhaJob.draw(spec, (3, 2, 2, 2), (0, 0, 0, 0), 2, 1)
     yield Call(job.arguments(), {}, job=job)
+    job = wild_values(MhaJob.draw(spec, (20, 9, 8, 4), (spec.key_tile + 20, 9, 5, 4), 1, 1, ctas=1))
+    yield Call(job.arguments(), {}, job=job)
+
+
+Job = TypeVar("Job", bound=MhaJob)
+
+
+def wild_values(job: Job) -> Job:
+    """A job whose V holds a NaN or an infinity of a late key of each sequence, in a channel or in
+    all: each work tile is taken again, one behind the other."""
+    v, begin = job.v.clone(), 0
+    for i, s_k in enumerate(job.lk):
+        key = begin + max(s_k - 2, 0)
+        if i % 2:
+            v[key] = math.nan
+        else:
+            v[key, 0, 5 + i], v[key - 1, 0, 64 + i] = math.inf, -math.inf
+        begin += s_k
+    return replace(job, v=v)
 
 
 def _just_whole(spec: VariantSpec) -> int:
@@ -54,6 +75,8 @@ def _small_split(spec: VariantSpec) -> Iterator[Call]:
             lq, lk, ctas = [5, 20, 3, 2, 2, 2], [40, 2050, 30, 0, 0, 0], 1
         job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad, ctas=ctas)
         yield Call(job.arguments(), {}, job=job)
+    job = wild_values(SplitJob.draw(spec, [20, 9], [1960, 9], 1, 1, ctas=1))
+    yield Call(job.arguments(), {}, job=job)
 
 
 def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
