@@ -20,6 +20,9 @@
 #                              (python -m tests.support.carry_sglang makes it); runs of parts of
 #                              the files are one record by profiles.test_record join
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
+#   sanitizer[:ARG,ARG...]     memcheck, synccheck and racecheck over every op (profiles.sanitizer run
+#                              ARG ARG...), to sanitizer-CARD.md; wants PART_LIMIT=540; the same
+#                              OUT again goes on where the time was up
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
@@ -270,6 +273,16 @@ run_part() {
         profile)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.ncu --out "$work/ncu" ${what//,/ }
+            ;;
+        sanitizer)
+            # what was finished stays in $out for the next call
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.sanitizer run --out "$out/sanitizer" \
+                --limit $((seconds - 40)) ${what//,/ }
+            local code=$?
+            cp -r "$out/sanitizer" "$work/sanitizer"
+            cp "$out"/sanitizer/sanitizer-*.md "$out" 2>/dev/null
+            return "$code"
             ;;
         cost) timeout -k 10 "$seconds" "$python" -m profiles.record_cost record --out "$work" ;;
         host)

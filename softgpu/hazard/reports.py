@@ -289,9 +289,7 @@ class Reports:
         )
 
     # ---- warpgroups ----------------------------------------------------------------------------
-    def divergent_warpgroup(
-        self, warp: WarpHazards, number: int, event: int, action: str
-    ) -> None:
+    def divergent_warpgroup(self, warp: WarpHazards, number: int, event: int, action: str) -> None:
         """``warp`` executes another aligned instruction than a warp of its warpgroup, or exits.
 
         Args:

@@ -7,16 +7,12 @@ layouts, distributions, graphs) has files of its own here.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from dsl_kernels.spec import VariantSpec
 from snapmla import env, runtime
-from snapmla.testing import selfcheck
+from snapmla.testing import on_card
 
 pytestmark = pytest.mark.gpu
 # RoPE of V3.2's first channels and V4's last ones, behind LayerNorm, RMSNorm or none; nobody builds
@@ -33,40 +29,6 @@ def there() -> list[str]:
     return sorted({path.stem for folder in folders for path in folder.glob("*_sm*a.so")})
 
 
-def on_the_card(kernel: Callable[..., Any]) -> Callable[..., None]:
-    """The kernel on CPU tensors: their memory is moved as it lies, shared or not, and back."""
-
-    def run(*given: Any) -> None:
-        here: dict[int, torch.Tensor] = {}  # bytes of each storage
-        for x in given:
-            if isinstance(x, torch.Tensor):
-                whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-                here.setdefault(x.untyped_storage().data_ptr(), whole)
-        card = {start: whole.cuda() for start, whole in here.items()}
-
-        def moved(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
-            memory = card[x.untyped_storage().data_ptr()]
-            empty = torch.empty(0, dtype=x.dtype, device=memory.device)
-            return empty.set_(memory.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-
-        kernel(*map(moved, given))
-        torch.cuda.synchronize()
-        for start, whole in here.items():
-            whole.copy_(card[start])
-
-    return run
-
-
-def checked(spec: VariantSpec) -> selfcheck.Result:
-    """The small calls of its op by one kernel."""
-    artifact = runtime.find_or_build(spec, need_library=True)
-    record = json.loads((artifact.directory / f"{spec.name}.json").read_text("utf-8"))
-    names = [argument["name"] for argument in record["arguments"]]
-    return selfcheck.check_kernel(spec, on_the_card(runtime.kernel(spec, "cuda")), names)
-
-
 def test_small_calls_of_every_kernel() -> None:
     arch, wrong, seen = runtime.arch_of(torch.device("cuda")), {}, 0
     for name in there():
@@ -75,7 +37,7 @@ def test_small_calls_of_every_kernel() -> None:
         # builds that gather or multiply alone, or write when they did what, return no results
         if spec.arch != arch or values.get("only", "all") != "all" or values.get("stamps", 0):
             continue
-        result = checked(spec)
+        result = on_card.check(spec)
         seen += 1
         if not result.passed:
             wrong[name] = result.summary
@@ -88,5 +50,5 @@ def test_index_keys_behind_norm_and_rope(form: str) -> None:
     spec = VariantSpec.from_name(f"append_index_k_x{form}_sm90a")
     if runtime.find(spec) is None and runtime.jit_refusal():
         pytest.skip(f"{spec.name} is compiled when it is asked for, and nothing compiles here")
-    result = checked(spec)
+    result = on_card.check(spec)
     assert result.passed, result.summary

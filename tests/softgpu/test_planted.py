@@ -248,6 +248,15 @@ def test_missing_proxy_fence_before_wgmma_reads_transposed_v(dual: Bench, mode: 
 
 
 @modes
+def test_one_lane_arrives_before_its_warp(etap: Bench, mode: str) -> None:
+    """The factors that four lanes store, handed over by the first without a ``bar.warp.sync``."""
+    after = line("softmax_few.py", "cute.arch.sync_warp()", "flags_of(st)[wwarp, buf]")
+    error = etap.broken({etap.one("bar.warp.sync", after).pc: ""}, mode)
+    assert isinstance(error, softgpu.Hazard) and error.kind in ("race", "missing-proxy-fence")
+    assert error.events[0].source.startswith("softmax_few.py")
+
+
+@modes
 def test_missing_wgmma_wait(etap: Bench, mode: str) -> None:
     """Without the wait its own thread reads the product too early, before anyone reuses P."""
     error = etap.broken({etap.all("wgmma.wait_group", PV_WAIT)[-1].pc: ""}, mode)

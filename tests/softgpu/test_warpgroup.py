@@ -1,6 +1,6 @@
 """What the four warps of a warpgroup must execute alike: programs where one does not, and twins.
 
-See ``tests.support.hazards``.  The last test plants such a branch into a shipped kernel.
+See ``tests.support.hazards``; ``test_planted.py`` has such a branch in a shipped kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from softgpu import Hazard, Options
+from softgpu import Deadlock, Hazard, Options
 from softgpu.testing import aligned, launch
 from tests.support import hazards
 from tests.support.hazards import GAP
@@ -102,8 +102,8 @@ def _reports(body: str, block: int = 256) -> list[Hazard]:
 
 def test_warpgroups_do_not_wait_for_each_other() -> None:
     """One loads and ends, another multiplies; a warp's role within the first does not matter."""
-    body = f"setmaxnreg.inc.sync.aligned.u32 240; @%p3 bra MMA; @%p1 bra E; bar.warp.sync -1; E: ret;"
-    assert not _reports(f"{body} MMA: {FENCE} {WAIT0}")
+    roles = "setmaxnreg.inc.sync.aligned.u32 240; @%p3 bra MMA; @%p1 bra E; bar.warp.sync -1;"
+    assert not _reports(f"{roles} E: ret; MMA: {FENCE} {WAIT0}")
 
 
 def test_a_report_names_both_warps() -> None:
@@ -117,6 +117,13 @@ def test_a_block_may_end_with_part_of_a_warpgroup() -> None:
     assert not _reports(f"{FENCE} {WAIT0}", block=192)
     [report] = _reports(f"{FENCE} {under('%p2', WAIT0)}", block=192)
     assert [e.warp for e in report.events] == [4, 5] or [e.warp for e in report.events] == [5, 4]
+
+
+@pytest.mark.parametrize("text", [FENCE, COMMIT, WAIT0, "setmaxnreg.inc.sync.aligned.u32 240;"])
+def test_lanes_of_a_warp_that_do_not_come_together_are_a_hang(text: str) -> None:
+    lanes = "and.b32 %r95, %r99, 1; setp.eq.s32 %p5, %r95, 0;"
+    with pytest.raises(Deadlock, match="the other lanes of mask 0xffffffff"):
+        _reports(f"{lanes} {under('%p5', text)}", block=128)
 
 
 def test_without_the_check_nothing_is_said() -> None:
