@@ -257,9 +257,7 @@ def _launch_split(
     ready.list_work(
         *tables, work, ready.causal, int(call.max_seqlen_k), room.splits, room.rows
     )  # fmt: skip
-    ready.attend(
-        *rows, *tables, work, *results, *partial, ready.scale, ready.causal, ready.ctas
-    )
+    ready.attend(*rows, *tables, work, *results, *partial, ready.scale, ready.causal, ready.ctas)
     assert ready.merge is not None
     ctas = min(MERGE_WAVES * sm_count(q.device), -(-room.rows // 2) * heads)
     ready.merge(tables[0], work, *partial, *results, ctas)

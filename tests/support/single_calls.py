@@ -19,7 +19,13 @@ from snapmla.mha import flash_attention_names, flash_mla_names
 
 Tensors = dict[str, Tensor]
 Made = tuple[Callable[..., Any], Tensors]
-BF16, I32, I64, U8, E4M3 = torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn
+BF16, I32, I64, U8, E4M3 = (
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.float8_e4m3fn,
+)
 P, SCALE = 64, 0.1
 TOKENS = 9  # of the one sequence
 
@@ -153,7 +159,9 @@ def fetch_slots() -> Made:
 
 
 def fetch_chunks() -> Made:
-    def call(where: Tensor, cu_seqlens: Tensor, seq_starts: Tensor, out: Tensor, **t: Tensor) -> None:
+    def call(
+        where: Tensor, cu_seqlens: Tensor, seq_starts: Tensor, out: Tensor, **t: Tensor
+    ) -> None:
         snapmla.fetch_dequant(
             fp8_cache(t), where, cu_seqlens=cu_seqlens, seq_starts=seq_starts, out=out
         )
@@ -179,7 +187,9 @@ def convert_cache() -> Made:
 
 
 def decode() -> Made:
-    def call(block_table: Tensor, cache_seqlens: Tensor, out: Tensor, lse: Tensor, **t: Tensor) -> None:
+    def call(
+        block_table: Tensor, cache_seqlens: Tensor, out: Tensor, lse: Tensor, **t: Tensor
+    ) -> None:
         plan = snapmla.plan_decode(cache_seqlens, 1, 1, page_size=P, max_pages=1, row_tile=16)
         plan.update_(cache_seqlens)
         snapmla.decode(
@@ -213,9 +223,7 @@ def decode_bytes() -> Made:
             cache_seqlens, 1, 1, page_size=P, max_pages=1, cache_dtype="fp8_ds_mla", row_tile=16
         )
         cache = PagedKVCache.from_tensors(kv, format="fp8_ds_mla")
-        snapmla.decode(
-            q, cache, cache_seqlens=cache_seqlens, softmax_scale=SCALE, plan=plan, **t
-        )
+        snapmla.decode(q, cache, cache_seqlens=cache_seqlens, softmax_scale=SCALE, plan=plan, **t)
 
     return call, {
         "q": normal(1, 1, 1, 576), "kv": pages("fp8_ds_mla")["kv"], **step(),
@@ -228,7 +236,14 @@ def listed(topk: int = 1) -> Tensors:
 
 
 def sparse_decode() -> Made:
-    def call(indices: Tensor, topk_length: Tensor, attn_sink: Tensor, out: Tensor, lse: Tensor, **t: Tensor) -> None:
+    def call(
+        indices: Tensor,
+        topk_length: Tensor,
+        attn_sink: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        **t: Tensor,
+    ) -> None:
         plan = snapmla.plan_sparse_decode(1, 1, topk=1, topk_length=topk_length, row_tile=16)
         snapmla.decode(
             quantised(t), fp8_cache(t), softmax_scale=SCALE, plan=plan, indices=indices,
@@ -370,7 +385,9 @@ def merge_stack() -> Made:
         return snapmla.merge_states(**t)
 
     return call, {
-        "outs": normal(1, 1, 1, 1, 512), "lses": torch.randn(1, 1, 1, 1), **results(1, 1, 1, 512)
+        "outs": normal(1, 1, 1, 1, 512),
+        "lses": torch.randn(1, 1, 1, 1),
+        **results(1, 1, 1, 512),
     }
 
 
@@ -501,7 +518,9 @@ def select_topk() -> Made:
 
 
 def fetch_index_k() -> Made:
-    def call(cache: Tensor, where: Tensor, cu_seqlens: Tensor, keys: Tensor, scales: Tensor) -> None:
+    def call(
+        cache: Tensor, where: Tensor, cu_seqlens: Tensor, keys: Tensor, scales: Tensor
+    ) -> None:
         dsa.fetch_index_k(cache, where, cu_seqlens=cu_seqlens, out=(keys, scales))
 
     return call, {
