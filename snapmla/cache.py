@@ -191,6 +191,7 @@ class PagedKVCache(launch.OverTensors):
         if rope is None and scale is None:
             if not torch.compiler.is_compiling():
                 checks.cache_rows(content)
+                content = launch.regular(content)
             kv = layouts.with_heads(content)
             made = cls(kv[..., :KV_LORA_RANK], kv[..., KV_LORA_RANK:])
             made._set(_one_derived(kv))  # a tracer knows this tensor, not others over its memory
@@ -198,6 +199,8 @@ class PagedKVCache(launch.OverTensors):
         is_tensor = isinstance(content, torch.Tensor)
         if is_tensor and content.dtype == torch.uint8 and not checks.negative(content):
             content = content.view(layouts.FP8)
+        if not torch.compiler.is_compiling():
+            content, rope, scale = map(_regular, (content, rope, scale))
         return cls(content, rope, scale)  # type: ignore[arg-type]  # which refuses None
 
     @classmethod
@@ -283,6 +286,12 @@ class PagedKVCache(launch.OverTensors):
     def num_slots(self) -> int:
         """Tokens the pool holds."""
         return self.num_pages * self.page_size
+
+
+def _regular(value: Any) -> Any:
+    """``launch.regular`` of what may be no tensor."""
+    strided = isinstance(value, torch.Tensor) and not value.is_nested
+    return launch.regular(value) if strided and value.layout is torch.strided else value
 
 
 def expect_cache(value: object) -> None:

@@ -125,6 +125,25 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+STEP, MOST_STEP = 16, 1 << 32  # bytes: what strides that TMA is told are multiples of, less than
+
+
+def regular(tensor: torch.Tensor) -> torch.Tensor:
+    """The same view, whose dimensions of one or no element have strides that TMA takes.
+
+    Nothing is reached by such a stride, so that a caller's may be anything: a descriptor holds it
+    all the same.  A tensor without such dimensions is returned as it is.
+    """
+    strides, step, odd = list(tensor.stride()), 1, False
+    for i in range(tensor.ndim - 1, -1, -1):
+        extent, size = tensor.shape[i], strides[i] * tensor.element_size()
+        last = i == tensor.ndim - 1
+        if extent <= 1 and (strides[i] != 1 if last else size % STEP or not 0 < size < MOST_STEP):
+            strides[i], odd = step, True
+        step = strides[i] * max(extent, 1)
+    return tensor.as_strided(tensor.shape, strides) if odd else tensor
+
+
 # what asks where a tensor begins, and the answer that it gave; NOWHERE if it had no memory
 Begin = tuple[Callable[[], int], int]
 NOWHERE = -1

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
-from snapmla import checks
+from snapmla import checks, launch
 from snapmla.dsa.index_logits import check_queries, index_logits, unit_choices
 
 __all__ = [
@@ -280,7 +280,7 @@ def _pages(keys: Tensor, scales: Tensor) -> Tensor:
     n = keys.shape[0]
     full, rest = divmod(n, PAGE)
     pages = keys.new_empty((full + (rest > 0), PAGE_BYTES), dtype=torch.uint8)
-    flat = (keys.view(torch.uint8).view(-1), scales.view(torch.uint8))
+    flat = (keys.view(torch.uint8).view(-1), launch.regular(scales).view(torch.uint8))
     for begin, bytes_ in zip((0, SCALES_AT), flat):
         size = bytes_.shape[0] // n  # of a token
         own = bytes_[: full * PAGE * size].view(full, PAGE * size)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.index_cache import INDEX_DIM
-from snapmla import checks
+from snapmla import checks, launch
 from snapmla.dsa.append_index_k import append_index_k
 from snapmla.dsa.fetch import fetch_index_k
 from snapmla.dsa.select import select_topk
@@ -191,7 +191,7 @@ def cp_gather_indexer_k_quant_cache(
     checks.tensor("dst_scale", dst_scale, (torch.uint8, torch.float32), shape, dst_k.device)
     checks.contiguous("dst_scale", dst_scale)
     checks.tensor("block_table", block_table, _INT32, ("b", "width"), dst_k.device)
-    out = dst_k.view(checks.FP8), dst_scale.view(torch.float32).view(n)
+    out = dst_k.view(checks.FP8), launch.regular(dst_scale).view(torch.float32).view(n)
     fetch_index_k(kv_cache, block_table, cu_seqlens=cu_seq_lens, out=out)
 
 

@@ -160,7 +160,7 @@ def check_memory(call: Mha) -> None:
         named["k_rope"] = keys[1]
     for name, value in named.items():
         if value is not None and value.numel():
-            checks.aligned_rows(name, value, least=1)
+            checks.aligned_rows(name, value)
             if any(n > 1 and not s for n, s in zip(value.shape, value.stride())):
                 hint = "kernels read heads that are there: give k and v fewer heads instead"
                 checks.value_error(name, "no expanded dimension", f"strides {value.stride()}", hint)
@@ -168,7 +168,7 @@ def check_memory(call: Mha) -> None:
     device = call.q.device
     if call.out is not None:
         checks.tensor("out", call.out, (call.q.dtype,), (total, heads, call.d_v), device)
-        checks.aligned_rows("out", call.out, least=1)
+        checks.aligned_rows("out", call.out)
         checks.distinct("out", call.out)
     if call.lse is not None:
         checks.tensor("lse", call.lse, (torch.float32,), (heads, total), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +160,7 @@ class Ready(NamedTuple):
     causal: int
     merge: runtime.Kernel | None = None  # of pieces, with room for them
     room: SplitRoom | None = None
+    odd: bool = False  # some tensor's strides over extents of 1 are none that TMA takes
     place: int = 0
 
 
@@ -204,6 +206,8 @@ def _prepared(call: Mha) -> Ready:
     list_work, attend = kernels(q.device, q.shape[-1], q.dtype, keys)
     ctas = min(sm_count(q.device), most_work(call))
     ready = Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal))
+    by_tma = q, *call.keys, call.v, q if call.out is None else call.out
+    ready = ready._replace(odd=any(launch.regular(t) is not t for t in by_tma))
     if room is None:
         return ready
     return ready._replace(merge=merging_kernel(q.device, q.dtype, call.d_v), room=room)
@@ -229,19 +233,22 @@ def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
     if work is None:
         work = allocate((ready.words,), (1,), torch.int32)
     tables = (call.cu_seqlens_q, call.cu_seqlens_k)
+    rows: Sequence[Tensor] = (q, *call.keys, v)
+    own = out
+    if ready.odd:
+        *rows, own = map(launch.regular, (*rows, out))
     if ready.room is not None:
-        _launch_split(call, ready, ready.room, work, (out, lse))
+        _launch_split(call, ready, ready.room, work, rows, (own, lse))
         return (out, lse), ready
     ready.list_work(*tables, work, ready.causal, int(call.max_seqlen_k))
-    ready.attend(
-        q, *call.keys, v, *tables, work, out, lse, ready.scale, ready.causal, ready.ctas
-    )  # fmt: skip
+    ready.attend(*rows, *tables, work, own, lse, ready.scale, ready.causal, ready.ctas)
     return (out, lse), ready
 
 
 def _launch_split(
-    call: Mha, ready: Ready, room: SplitRoom, workspace: Tensor, results: Results
-) -> None:
+    call: Mha, ready: Ready, room: SplitRoom, workspace: Tensor, rows: Sequence[Tensor],
+    results: Results,
+) -> None:  # fmt: skip
     """The launches where keys may be split; the workspace ends in partial rows and their LSEs."""
     q, tables, heads = call.q, (call.cu_seqlens_q, call.cu_seqlens_k), call.q.shape[1]
     values = room.rows * heads * call.d_v
@@ -253,10 +260,7 @@ def _launch_split(
     ready.list_work(
         *tables, work, ready.causal, int(call.max_seqlen_k), room.splits, room.rows
     )  # fmt: skip
-    ready.attend(
-        q, *call.keys, call.v, *tables, work, *results, *partial, ready.scale, ready.causal,
-        ready.ctas,
-    )  # fmt: skip
+    ready.attend(*rows, *tables, work, *results, *partial, ready.scale, ready.causal, ready.ctas)
     assert ready.merge is not None
     ctas = min(MERGE_WAVES * sm_count(q.device), -(-room.rows // 2) * heads)
     ready.merge(tables[0], work, *partial, *results, ctas)

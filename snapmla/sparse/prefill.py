@@ -171,6 +171,7 @@ class Ready(NamedTuple):
     scale: float
     no_lengths: Tensor
     no_sink: Tensor
+    odd: bool  # some tensor's strides over extents of 1 are none that TMA takes
     place: int = 0
 
 
@@ -257,7 +258,7 @@ def _check_memory(call: Call) -> None:
     for name in ("q", "kv"):
         value = getattr(call, name)
         if value.numel():
-            checks.aligned_rows(name, value, least=1)
+            checks.aligned_rows(name, value)
     if any(n > 1 and not s for n, s in zip(call.q.shape, call.q.stride())):
         hint = "queries are read by TMA, which wants rows that are there"
         checks.value_error("q", "no expanded dimension", f"strides {call.q.stride()}", hint)
@@ -276,7 +277,7 @@ def _check_memory(call: Call) -> None:
         dtypes = _BF16 if name == "out" else _FLOAT32
         checks.tensor(name, value, dtypes, shapes[name], call.q.device)
         if name == "out" and value.numel():
-            checks.aligned_rows(name, value, least=1)
+            checks.aligned_rows(name, value)
         checks.distinct(name, value)
         checks.apart(name, value, read)
         read[name] = value
@@ -301,6 +302,7 @@ def _prepared(call: Call) -> Ready:
     return Ready(
         kernel_of(device, row_tile, d_qk, figures), min(sm_count(device), tiles),
         float(call.softmax_scale), no_lengths, no_sink,
+        any(launch.regular(t) is not t for t in (call.q, call.kv, call.out) if t is not None),
     )  # fmt: skip
 
 
@@ -342,11 +344,15 @@ def _launch(call: Call, ready: Ready | None) -> tuple[Results | FourResults, Rea
         return made, None
     if ready is None:
         ready = _prepared(call)
+    kv, results = call.kv, made
+    if ready.odd:
+        q, kv, out = map(launch.regular, (q, kv, out))
+        results = out, *made[1:]
     ready.kernel(
-        q, call.kv, call.indices,
+        q, kv, call.indices,
         ready.no_lengths if call.topk_length is None else call.topk_length,
         ready.no_sink if call.attn_sink is None else call.attn_sink,
-        *made, ready.scale, *first, ready.ctas,
+        *results, ready.scale, *first, ready.ctas,
     )  # fmt: skip
     return made, ready
 
