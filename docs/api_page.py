@@ -28,8 +28,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "snapmla.parallel": ("ContextGroup", "ContextPlan"),
     "snapmla.flash_mla": (
-        "get_mla_metadata", "flash_mla_with_kvcache", "FlashMLASchedMeta", "flash_mla_sparse_fwd",
-        "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
+        "get_mla_metadata", "get_mla_metadata_tensors", "flash_mla_with_kvcache",
+        "FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_attn_varlen_func",
+        "flash_attn_varlen_kvpacked_func",
         "flash_attn_varlen_qkvpacked_func",
     ),
     "snapmla.flash_mla_fp8": (

@@ -251,7 +251,7 @@ def fronts_of_rows(device: torch.device, peers: Path | None, inner: bool) -> dic
     }
     if not inner:
         return found
-    records, splits = flash_mla.get_mla_metadata(lengths, HEADS, 1)
+    records, splits = flash_mla.get_mla_metadata_tensors(lengths, HEADS, 1)
     return {
         **flashmla_itself(q, kv, table, lengths, peers),
         **found,

@@ -101,7 +101,8 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar(
         "SNAPMLA_AS_FLASH_MLA",
         "0",
-        "1 lets `import flash_mla` find snapmla, with the wheel `snapmla-as-flash-mla`",
+        "1 lets `import flash_mla` find snapmla, with the wheel `snapmla-as-flash-mla`; tensors: "
+        "and its `get_mla_metadata` with arguments gives two tensors",
     ),
     EnvVar("SOFTGPU_ACCUMULATE", "hopper", "arithmetic of softgpu's tensor core, or exact"),
     EnvVar("SOFTGPU_ASYNC", "early", "when softgpu's asynchronous work lands: early, late, random"),

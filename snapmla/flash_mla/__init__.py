@@ -7,10 +7,10 @@ the call forms of all of FlashMLA's versions and of the copies in vLLM and SGLan
 
 The metadata of decode may be
 
-* two int32 tensors, (num_sm_parts, 8) and (b + 1,), from ``get_mla_metadata`` with arguments; or
-  copies, slices and hand-written tables of that width (vLLM's one part of everything);
-* a ``FlashMLASchedMeta``, from ``get_mla_metadata()``, which the first call plans and the layers
-  behind it reuse, or whose field ``tile_scheduler_metadata`` the caller has assigned.
+* a ``FlashMLASchedMeta``, from ``get_mla_metadata``, which the first call plans and the layers
+  behind it reuse, or whose field ``tile_scheduler_metadata`` the caller has assigned;
+* two int32 tensors, (num_sm_parts, 8) and (b + 1,), from ``get_mla_metadata_tensors``; or copies,
+  slices and hand-written tables of that width (vLLM's one part of everything).
 
 Tensors are taken for where each part begins, and for the lengths of the very call: records that are
 stale, cut off or wrong cost balance, never a result, and nothing behind a sequence's end is read
@@ -39,6 +39,11 @@ from snapmla.cache import PagedKVCache
 from snapmla.flash_mla import sparse
 from snapmla.flash_mla.checking import checked_cache
 from snapmla.flash_mla.config import Config, check_config
+from snapmla.flash_mla.meta import (
+    FlashMLASchedMeta,
+    get_mla_metadata,
+    get_mla_metadata_tensors,
+)
 from snapmla.flash_mla.unbuilt import refuse
 from snapmla.mha.flash_mla_names import (
     flash_attn_varlen_func,
@@ -56,6 +61,7 @@ __all__ = [
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
+    "get_mla_metadata_tensors",
 ]
 
 Tensor = torch.Tensor
@@ -63,47 +69,6 @@ Pair = tuple[Tensor, Tensor]
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 SCALE = HEAD_DIM_QK**-0.5
 NATURAL, EMPTY = "e", "+inf"  # base of the LSE; its value for a row that sees no token
-
-
-@dataclass
-class FlashMLASchedMeta:
-    """FlashMLA's scheduling object, one for all layers of a step that share lengths.
-
-    The first ``flash_mla_with_kvcache`` plans (inside of a graph, if one is captured: its replays
-    plan anew), later ones reuse the plan, on other streams with a workspace of theirs.  Values of
-    lengths are not compared: make a new object when they change.  Keep it as long as graphs that
-    hold its plan.
-
-    Attributes:
-        have_initialized: whether a call has planned it.
-        config: a ``Config`` then.
-        tile_scheduler_metadata: None, or int32 (num_sm_parts, 8) records that the caller assigns,
-            which are used instead.
-        num_splits: None, or int32 (b + 1,); not read.
-
-    Raises:
-        ValueError: from the call that it does not fit, naming ``tile_scheduler_metadata``.
-
-    Source: FlashMLA, ``FlashMLASchedMeta``.
-    """
-
-    have_initialized: bool = False
-    config: Config | None = None
-    tile_scheduler_metadata: Tensor | None = None
-    num_splits: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        # by ``_key``; the first one is what was planned, others are the same over other workspaces
-        self._plans: dict[tuple[object, ...], Any] = {}  # plans of decode
-        self.memo = calls.Memo()  # kinds of calls with these plans that are known
-
-    def __getstate__(self) -> dict[str, Any]:
-        # its own dict of plans; what is known of the original's memory is left behind
-        return {**self.__dict__, "_plans": dict(self._plans), "memo": calls.Memo()}
-
-    def _planned(self) -> bool:
-        """Whether its plans are a step's; a caller may set ``have_initialized`` back."""
-        return self.have_initialized and self.config is not None
 
 
 class ObjectPlan(decode_plan.DecodePlan):
@@ -162,64 +127,6 @@ class Ready:
         return self.plan.place
 
 
-def get_mla_metadata(
-    cache_seqlens: Tensor | None = None,
-    num_q_tokens_per_head_k: int | None = None,
-    num_heads_k: int | None = None,
-    num_heads_q: int | None = None,
-    is_fp8_kvcache: bool = False,
-    topk: int | None = None,
-    *,
-    num_heads_per_head_k: int | None = None,
-) -> tuple[Metadata, Tensor | None]:
-    """Metadata of a step: an object without arguments, two tensors with them.
-
-    Args:
-        cache_seqlens: int32 (b,), tokens per sequence, the new ones included.
-        num_q_tokens_per_head_k: query rows of a sequence that read one KV head,
-            s_q * num_heads_q // num_heads_k.
-        num_heads_k: KV heads, 1 for MLA.
-        num_heads_q: accepted, not needed.
-        is_fp8_kvcache, topk: False and None for dense decode over 16 bits; with the width of
-            ``indices`` for sparse decode, which does not read what two tensors then hold.
-        num_heads_per_head_k: ``num_q_tokens_per_head_k`` as it was first called.
-
-    Returns:
-        (FlashMLASchedMeta, None); or (int32 (num_sm_parts, 8), int32 (b + 1,)) in FlashMLA's
-        meaning, two launches, where num_sm_parts does not depend on the batch.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-        VariantError: a planning kernel is not there, or the device has no 16-bit decode kernel.
-
-    Source: FlashMLA, ``get_mla_metadata``; the schedule is ours
-    (``snapmla.testing.reference_plan``).
-    """
-    _check_kind(is_fp8_kvcache, topk, made=cache_seqlens is not None)
-    if cache_seqlens is None:
-        return FlashMLASchedMeta(), None
-    if tracing.by_dynamo():
-        return tracing.between_graphs(
-            get_mla_metadata, cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q,
-            is_fp8_kvcache, topk, num_heads_per_head_k=num_heads_per_head_k,
-        )  # fmt: skip
-    checks.lengths(cache_seqlens, "b")
-    rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
-    hint = "s_q * num_heads_q // num_heads_k of one sequence"
-    rows = checks.integer("num_q_tokens_per_head_k", rows, 1, checks.MAX_ROWS, hint)
-    heads = checks.integer("num_heads_k", num_heads_k, 1, checks.MAX_HEADS, "KV heads, 1 for MLA")
-    checks.rows("num_q_tokens_per_head_k", cache_seqlens.shape[0] * heads, rows)
-    return records.made(cache_seqlens, rows, heads)
-
-
-def _check_kind(is_fp8_kvcache: object, topk: object, *, made: bool) -> None:
-    """That metadata is asked for what is built: an object serves whatever its first call is."""
-    if topk is not None:
-        checks.integer("topk", topk, 1, None, "the width of indices")
-    elif made:
-        refuse(is_fp8_kvcache=is_fp8_kvcache)
-
-
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -263,8 +170,8 @@ def flash_mla_with_kvcache(
             ``indices`` it is not looked at, nor ``cache_seqlens``: None, empty or uninitialised.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
         head_dim_v: 512.
-        tile_scheduler_metadata: of ``get_mla_metadata``, or int32 (num_sm_parts, 8) of any origin,
-            1024 parts at most.
+        tile_scheduler_metadata: of ``get_mla_metadata`` or ``get_mla_metadata_tensors``, or int32
+            (num_sm_parts, 8) of any origin, 1024 parts at most.
         num_splits: int32 or None; not read.
         softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want,
             and 512**-0.5 where queries have 512 channels.

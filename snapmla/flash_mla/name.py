@@ -13,6 +13,7 @@ import sys
 import types
 from importlib.machinery import PathFinder
 
+from snapmla import checks
 from snapmla._version import __version__
 from snapmla.errors import SnapMLAError
 
@@ -40,23 +41,31 @@ def owner() -> str | None:
     return str(where) if where else "a module without a file"
 
 
-def install_as_flash_mla() -> types.ModuleType:
+def install_as_flash_mla(*, tensors: bool = False) -> types.ModuleType:
     """Makes ``import flash_mla`` give ``snapmla.flash_mla``'s functions, in this process.
 
     Call it before the engine is imported.  ``flash_mla.flash_mla_interface`` is there too.  Called
-    again it changes nothing.  What is not built raises by name, as in ``snapmla.flash_mla``.
+    again it changes nothing but what ``tensors`` says.  What is not built raises by name, as in
+    ``snapmla.flash_mla``.
+
+    Args:
+        tensors: whether the module's ``get_mla_metadata`` gives two tensors where it has arguments,
+            as FlashMLA's did until 2026, for engines that copy them into buffers of theirs.
 
     Returns:
         The module, whose ``__version__`` begins with FlashMLA's and names snapmla's behind ``+``.
 
     Raises:
+        TypeError: ``tensors`` is no flag.
         SnapMLAError: another distribution, which it names, brings that module, or something else
             has been imported by that name.
 
     Source: our own; the names are FlashMLA's.
     """
+    checks.flag("tensors", tensors)
     there = sys.modules.get(NAME)
     if there is not None and hasattr(there, MARK):
+        _give_metadata(tensors)
         return there
     other = owner()
     if other is not None:
@@ -68,7 +77,17 @@ def install_as_flash_mla() -> types.ModuleType:
     module.__path__ = []  # a package, without files
     setattr(module, INTERFACE.rpartition(".")[2], interface)
     sys.modules[NAME], sys.modules[INTERFACE] = module, interface
+    _give_metadata(tensors)
     return module
+
+
+def _give_metadata(tensors: bool) -> None:
+    """Has the installed modules' ``get_mla_metadata`` give tensors, or the object alone."""
+    from snapmla.flash_mla import meta
+
+    function = meta.get_either if tensors else meta.get_mla_metadata
+    for name in (NAME, INTERFACE):
+        vars(sys.modules[name])["get_mla_metadata"] = function
 
 
 def _made(name: str) -> types.ModuleType:

@@ -123,7 +123,7 @@ def test_planning(calls: Calls) -> None:
 @needs_compiler
 def test_records(calls: Calls) -> None:
     lengths, rows = torch.ones(B, **INTS), HEADS * S_Q
-    records, num_splits = flash_mla.get_mla_metadata(lengths, rows, 1)
+    records, num_splits = flash_mla.get_mla_metadata_tensors(lengths, rows, 1)
     assert isinstance(records, torch.Tensor)
     planned = calls.by_name("plan_decode")
     assert [planned[name] for name in ("token_tile", "num_heads", "s_q", "unit_rows")] == [

@@ -78,7 +78,7 @@ def pair(step: DenseStep, lengths: torch.Tensor | None = None) -> tuple[Any, Any
     _, s_q, heads, _ = step.q.shape
     kv_heads = step.cache.num_kv_heads
     seqlens = step.cache_seqlens if lengths is None else lengths
-    return flash_mla.get_mla_metadata(seqlens, s_q * heads // kv_heads, kv_heads)
+    return flash_mla.get_mla_metadata_tensors(seqlens, s_q * heads // kv_heads, kv_heads)
 
 
 # ---------------------------------------------------------------- patterns: (body, between replays)
@@ -193,7 +193,7 @@ def test_records_that_do_not_fit(heads: int, s_q: int) -> None:
 
     def made(lengths: tuple[int, ...] = LENGTHS, rows: int = heads * s_q) -> torch.Tensor:
         seqlens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        table, _ = flash_mla.get_mla_metadata(seqlens, rows, 1)
+        table, _ = flash_mla.get_mla_metadata_tensors(seqlens, rows, 1)
         assert isinstance(table, torch.Tensor)
         return table
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def pair(step: DenseStep, lengths: list[int] | None = None) -> tuple[torch.Tenso
     """Metadata in two tensors, for other lengths if given."""
     _, s_q, heads, _ = step.q.shape
     seqlens = step.cache_seqlens if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    made, splits = flash_mla.get_mla_metadata(seqlens, s_q * heads, 1)
+    made, splits = flash_mla.get_mla_metadata_tensors(seqlens, s_q * heads, 1)
     assert isinstance(made, torch.Tensor) and splits is not None
     return made, splits
 
@@ -107,7 +108,7 @@ def stale(step: DenseStep) -> Metadata:
 
 def other_rows(step: DenseStep) -> Metadata:
     """Made for the heads of all ranks, and for one query token."""
-    made, splits = flash_mla.get_mla_metadata(step.cache_seqlens, 128, 1)
+    made, splits = flash_mla.get_mla_metadata_tensors(step.cache_seqlens, 128, 1)
     assert isinstance(made, torch.Tensor)
     return made, splits
 
@@ -196,6 +197,53 @@ def test_random_records(kv_heads: int) -> None:
 
 
 # ---------------------------------------------------------------- the object
+
+
+def test_an_object_is_what_every_signature_gives() -> None:
+    """vLLM's test and FlashMLA's: an object and None; both go into a call, dense or sparse."""
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    lengths = step.cache_seqlens
+    for made in (
+        flash_mla.get_mla_metadata(lengths, 8, 1, num_heads_q=4, is_fp8_kvcache=True, topk=64),
+        flash_mla.get_mla_metadata(lengths, num_heads_per_head_k=8, num_heads_k=1),
+        flash_mla.get_mla_metadata(cache_seqlens=lengths, is_fp8_kvcache=True),
+        flash_mla.get_mla_metadata(lengths, 8, 1),
+    ):
+        assert type(made[0]) is flash_mla.FlashMLASchedMeta and made[1] is None
+        assert made[0] == flash_mla.FlashMLASchedMeta()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for again in (made[0], copy.copy(made[0]), copy.deepcopy(made[0])):
+            assert_right(step, *decode(step, (again, None)))
+
+
+def test_an_object_answers_as_the_first_of_two_tensors() -> None:
+    """A version long, with a warning: what callers do with tensors before they hand them over."""
+    step = DenseStep.make((20, 3), 4, 2, **FEW)
+    records_, _ = pair(step)
+    metadata, nothing = flash_mla.get_mla_metadata(step.cache_seqlens, 8, 1)
+    old = "two tensors from snapmla.flash_mla.get_mla_metadata_tensors"
+    static = torch.zeros_like(records_)
+    for use in (
+        lambda: static.copy_(metadata), lambda: metadata.clone(), lambda: metadata[:],
+        lambda: metadata.contiguous(), lambda: torch.cat([metadata[:1], metadata[1:]]),
+        lambda: torch.clone(input=metadata), lambda: torch.stack([metadata, metadata])[0],
+    ):  # fmt: skip
+        with pytest.warns(DeprecationWarning, match=old) as seen:
+            made = use()
+        assert torch.equal(made, records_) and seen[0].filename == __file__
+        assert_right(step, *decode(step, (made, nothing)))
+    with pytest.warns(DeprecationWarning, match=old):
+        assert metadata.shape == records_.shape and metadata.dtype == torch.int32
+    with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
+        metadata.frobnicate  # noqa: B018
+    alone = flash_mla.FlashMLASchedMeta()  # nothing that records could be made of
+    with pytest.raises(AttributeError, match="no attribute 'clone'"):
+        alone.clone()
+    with pytest.raises(TypeError, match="not subscriptable"):
+        alone[:2]
+    with pytest.raises(TypeError):
+        static.copy_(alone)
 
 
 def test_an_object_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:

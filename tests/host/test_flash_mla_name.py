@@ -65,6 +65,17 @@ def test_the_name_gives_our_functions() -> None:
         assert getattr(found, name) is getattr(flash_mla, name)
         assert getattr(found.flash_mla_interface, name) is getattr(flash_mla, name)
     assert found.__version__ == f"1.0.0+snapmla{snapmla.__version__}"
+    lengths = torch.ones(1, dtype=torch.int32)
+    assert snapmla.install_as_flash_mla(tensors=True) is module
+    for each in (found, found.flash_mla_interface):
+        assert each.get_mla_metadata()[1] is None and each.get_mla_metadata(topk=8)[1] is None
+        assert each.get_mla_metadata.__name__ == "get_either"
+        with pytest.raises(TypeError, match="^num_heads_k: expected an int"):
+            each.get_mla_metadata(lengths, 16)
+    snapmla.install_as_flash_mla()
+    assert found.get_mla_metadata(lengths, 16) == (flash_mla.FlashMLASchedMeta(), None)
+    with pytest.raises(TypeError, match="^tensors: expected"):
+        snapmla.install_as_flash_mla(tensors="yes")  # type: ignore[arg-type]
     with pytest.raises(ModuleNotFoundError, match="flash_mla.other"):
         importlib.import_module("flash_mla.other")
 
@@ -141,6 +152,7 @@ def start(site: Path, switch: str, *folders: Path) -> str:
 def test_the_wheel_waits_for_the_switch(site: Path) -> None:
     assert start(site, "0") == "ModuleNotFoundError No module named 'flash_mla'"
     assert start(site, "1") == f"ours 1.0.0+snapmla{snapmla.__version__}"
+    assert start(site, "tensors") == f"ours 1.0.0+snapmla{snapmla.__version__}"
 
 
 def test_the_wheel_shadows_nobody(site: Path, tmp_path: Path) -> None:
@@ -175,7 +187,7 @@ def values(step: DenseStep) -> dict[str, Any]:
 @pytest.mark.parametrize("who", DENSE)
 def test_dense_calls(who: str) -> None:
     """Metadata into static buffers, as for graphs, and decode of pages that they point into."""
-    snapmla.install_as_flash_mla()
+    snapmla.install_as_flash_mla(tensors=True)
     step = DenseStep.make((40, 5), 4, 2, page_size=16, dtype=torch.float16)
     given = values(step)
     metadata, splits = call(METADATA[who], given)
@@ -189,10 +201,11 @@ def test_dense_calls(who: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("kind", ["LMDeploy, sparse", "LMDeploy, object"])
-def test_sparse_calls(kind: str) -> None:
+def test_sparse_calls(kind: str, tensors: bool) -> None:
     """Over rows of 656 bytes kept as float8_e4m3fn, with a table of slots for indices."""
-    snapmla.install_as_flash_mla()
+    snapmla.install_as_flash_mla(tensors=tensors)
     step = SparseStep()
     b, s_q, heads, _ = step.q.shape
     given = {

@@ -96,7 +96,7 @@ def test_two_tensors(dtype: torch.dtype) -> None:
     """Era B, as SGLang and LMDeploy call it: static buffers, filled anew, that nobody reads."""
     step = Step(b=1, s_q=5, topk=70)
     lengths = torch.tensor([400], dtype=torch.int32)
-    made, splits = flash_mla.get_mla_metadata(lengths, 5 * HEADS, 1, HEADS, True, 70)
+    made, splits = flash_mla.get_mla_metadata_tensors(lengths, 5 * HEADS, 1, HEADS, True, 70)
     assert isinstance(made, torch.Tensor) and made.shape[1] == 8 and splits is not None
     step.length[:] = 70
     step.rows = step.rows.view(dtype)

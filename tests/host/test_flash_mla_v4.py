@@ -126,7 +126,9 @@ def test_an_object(extra: int, fmt: str) -> None:
 def test_two_tensors() -> None:
     """Metadata of earlier versions, which nobody reads; lengths left out."""
     step = Step(b=1, s_q=5, topk=70, extra=65)
-    made, splits = flash_mla.get_mla_metadata(torch.tensor([400]).int(), 5 * HEADS, 1, HEADS)
+    made, splits = flash_mla.get_mla_metadata_tensors(
+        torch.tensor([400]).int(), 5 * HEADS, 1, HEADS
+    )
     step.indices[0, :, 35:], step.length[:] = -1, 70
     assert step.extra_indices is not None and step.extra_length is not None
     step.extra_indices[0, :, 30:], step.extra_length[:] = -1, 65
@@ -167,7 +169,9 @@ def test_negative_lengths_are_none() -> None:
         step.indices[0, :, max(own, 0) :], step.extra_indices[0, :, max(more, 0) :] = 7, 7
         vars(wanted).update(vars(step))
         wanted.length, wanted.extra_length = step.length.clamp(0), step.extra_length.clamp(0)
-        made, splits = flash_mla.get_mla_metadata(torch.tensor([400]).int(), 3 * HEADS, 1, HEADS)
+        made, splits = flash_mla.get_mla_metadata_tensors(
+            torch.tensor([400]).int(), 3 * HEADS, 1, HEADS
+        )
         wanted.assert_right(*step.call(made, num_splits=splits))  # a plan of whole rows
 
 

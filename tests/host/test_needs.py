@@ -375,7 +375,7 @@ def chosen(
 def test_flash_mla_needs_its_records(asked: set[str]) -> None:
     model = Model((16,), dtype="bf16", flash_mla=True)
     step(model)
-    metadata, splits = flash_mla.get_mla_metadata(LENGTHS, 16, 1)
+    metadata, splits = flash_mla.get_mla_metadata_tensors(LENGTHS, 16, 1)
     cache = torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16)
     q = torch.zeros(BATCH, 1, 16, 576, dtype=torch.bfloat16)
     flash_mla.flash_mla_with_kvcache(q, cache, TABLE, LENGTHS, 512, metadata.clone(), splits)

@@ -19,18 +19,22 @@ SHAPE = records.Shape(2, 4, 1, 16, 4, "f16", 1)
 def test_records_are_flashmlas() -> None:
     """Shape without the batch, values as its records have them; several KV heads share the SMs."""
     for lengths in ([1000, 0, 64, 65, 5000], [3]):
-        made, splits = flash_mla.get_mla_metadata(torch.tensor(lengths, dtype=torch.int32), 16, 1)
+        made, splits = flash_mla.get_mla_metadata_tensors(
+            torch.tensor(lengths, dtype=torch.int32), 16, 1
+        )
         assert isinstance(made, torch.Tensor) and splits is not None
         assert made.shape == (4, 8) and made.dtype == splits.dtype == torch.int32
         want, want_splits = records_of(plan_reference(lengths, 4, 64, 6))
         assert list(map(tuple, made.tolist())) == want and splits.tolist() == want_splits
     one = torch.ones(2, dtype=torch.int32)
     for rows, heads, parts in ((64, 1, 4), (65, 1, 2), (16, 2, 2), (128, 2, 1), (1000, 8, 1)):
-        made, _ = flash_mla.get_mla_metadata(one, rows, heads)
+        made, _ = flash_mla.get_mla_metadata_tensors(one, rows, heads)
         assert made.shape == (parts, 8)
-        again, _ = flash_mla.get_mla_metadata(one, num_heads_per_head_k=rows, num_heads_k=heads)
+        again, _ = flash_mla.get_mla_metadata_tensors(
+            one, num_heads_per_head_k=rows, num_heads_k=heads
+        )
         assert torch.equal(again, made)
-    nothing, splits = flash_mla.get_mla_metadata(torch.zeros(0, dtype=torch.int32), 16, 1)
+    nothing, splits = flash_mla.get_mla_metadata_tensors(torch.zeros(0, dtype=torch.int32), 16, 1)
     assert nothing.shape == (4, 8) and splits.tolist() == [0]
 
 

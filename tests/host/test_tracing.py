@@ -409,8 +409,8 @@ OPERATIONS = {
         lambda *a: names.flash_mla_ckv_fp8_per_token(*a[:8], 512, *a[8:], SCALE),
         named_decode, ("decode",), breaks=True,
     ),
-    "flash_mla.get_mla_metadata": Operation(
-        lambda n: flash_mla.get_mla_metadata(n, HEADS, 1), lambda s: (lengths(s),),
+    "flash_mla.get_mla_metadata_tensors": Operation(
+        lambda n: flash_mla.get_mla_metadata_tensors(n, HEADS, 1), lambda s: (lengths(s),),
         ("plan_update", "plan_to_records"), breaks=True,
     ),
     "flash_mla_with_kvcache of records": Operation(
@@ -482,7 +482,7 @@ def test_the_table_has_every_public_call() -> None:
     public -= {"install_as_flash_mla"}  # no tensors
     # traced by test_mha.py and test_sparse_prefill.py; the plan is plan_sparse_decode's
     public -= {"mha_prefill", "sparse_prefill", "plan_sparse_prefill"}
-    fronts = {"flash_mla.get_mla_metadata", "flash_mla_with_kvcache"}
+    fronts = {"flash_mla.get_mla_metadata_tensors", "flash_mla_with_kvcache"}
     assert covered == public | set(names.__all__) | fronts | {"plan.update_"}
 
 

@@ -348,7 +348,7 @@ def test_decode_and_flash_mla(
     assert (plan.pipeline, plan.row_tile) == (pipeline, ROW_TILES[pipeline])
     assert pipeline == "pair" or int(plan.split_begin[-1]) > 0, "the case should exercise splits"
     step.assert_right(*step.decode(plan))
-    metadata, splits = flash_mla.get_mla_metadata(
+    metadata, splits = flash_mla.get_mla_metadata_tensors(
         step.cache_seqlens, 2 * heads // kv_heads, kv_heads
     )
     kv = step.cache.kv

@@ -1101,6 +1101,10 @@ WRONG: dict[str, list[Row]] = {
         ("lse", lambda t: t.half(), TypeError, "lse: .*float16", "allocate it with"),
     ],
     "flash_mla.get_mla_metadata": [
+        ("topk", 0, ValueError, "topk: expected 1 or more, got 0", "width of indices"),
+        ("topk", "64", TypeError, "topk: expected an int, got str", "convert it"),
+    ],
+    "flash_mla.get_mla_metadata_tensors": [
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "int32"),
         ("num_q_tokens_per_head_k", 0, ValueError,
          "num_q_tokens_per_head_k: expected 1 to 536870911, got 0", "s_q * num_heads_q // num_heads_k"),
@@ -1188,7 +1192,8 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
         "cache_seqlens": torch.ones(B, dtype=I32), "num_heads_per_head_k": H, "num_heads_k": 1,
     },
     "flash_mla_with_kvcache": flash_mla_dense_arguments,
-    "flash_mla.get_mla_metadata": lambda: {
+    "flash_mla.get_mla_metadata": lambda: {"topk": 64},
+    "flash_mla.get_mla_metadata_tensors": lambda: {
         "cache_seqlens": torch.ones(B, dtype=I32), "num_q_tokens_per_head_k": H, "num_heads_k": 1,
     },
     "quantize_ckv_per_token_head": lambda: {
@@ -1199,6 +1204,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 NO_LAUNCH = {
     "from_tensors", "from_rows", "allocate", "query", "with_workspace", "PlanCache", "PlanCache.release", "explain",
+    "flash_mla.get_mla_metadata",
 }  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
     "from_tensors": PagedKVCache.from_tensors,
@@ -1209,6 +1215,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "decode_rows": snapmla.decode,
     "flash_mla_with_kvcache": flash_mla.flash_mla_with_kvcache,
     "flash_mla.get_mla_metadata": flash_mla.get_mla_metadata,
+    "flash_mla.get_mla_metadata_tensors": flash_mla.get_mla_metadata_tensors,
     "plan_rows": snapmla.plan_decode,
     "fetch_dequant_chunks": snapmla.fetch_dequant,
     "fetch_rows": snapmla.fetch_dequant,
