@@ -48,8 +48,8 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-api = load(ROOT / "docs" / "api_page.py")
 render = load(ROOT / "docs" / "render.py")
+api = sys.modules["api_page"]
 figures = load(ROOT / "docs" / "figures.py")
 ENTRIES = list(api.entries())
 
