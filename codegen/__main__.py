@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +22,7 @@ from codegen import matrix as mx
 from codegen.artifacts import ROOT, Record
 from codegen.family_audit import FamilyAudit
 from codegen.precompile import precompile as run_precompile
+from codegen.progress import showing
 from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
 
@@ -159,23 +159,19 @@ def precompile_command(
     out_dir = out or usual
     found = mx.matrix(arch, pattern, kind=kind)
     specs = [p.spec for p in found if p.reason is None]
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with _writing(out_dir), Progress(*columns, TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task(f"{arch} -> {out_dir}", total=len(specs))
+    with _writing(out_dir), showing(console, f"{arch} -> {out_dir}", len(specs)) as shown:
 
         def progress(name: str, outcome: Record | list[str]) -> None:
-            bar.advance(task)
-            if isinstance(outcome, list):
-                bar.console.print(Text("failed", "red"), name, highlight=False)
+            shown.finished(name, failed=isinstance(outcome, list))
 
         try:
             report = run_precompile(
-                specs, out_dir, jobs=jobs, linked=link, force=force, progress=progress
-            )
+                specs, out_dir, jobs=jobs, linked=link, force=force, progress=progress,
+                begin=shown.begin,
+            )  # fmt: skip
         except KeyboardInterrupt:
-            bar.console.print("interrupted: the next run goes on from here", highlight=False)
+            console.print("interrupted: the next run goes on from here", highlight=False)
             raise typer.Exit(130) from None
-        bar.update(task, completed=len(specs))
     _show_failures(report.failed)
     console.print(
         f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed, "
@@ -416,9 +412,9 @@ def cross_command(
         raise _fail(reason)
     model = native or usual
     out_dir = out or target.folder(model)
-    with _writing(out_dir), Progress(console=console) as bar:
-        task = bar.add_task(f"{arch}, {machine} -> {out_dir}", total=len(specs))
-        report = cross.build_all(specs, model, out_dir, target, jobs, lambda _: bar.advance(task))
+    what = f"{arch}, {machine} -> {out_dir}"
+    with _writing(out_dir), showing(console, what, len(specs)) as shown:
+        report = cross.build_all(specs, model, out_dir, target, jobs, shown.finished)
     _show_failures(report.failed)
     console.print(
         f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed",

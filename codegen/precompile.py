@@ -57,6 +57,7 @@ def precompile(
     linked: bool = True,
     force: bool = False,
     progress: Progress | None = None,
+    begin: Callable[[int], None] | None = None,
 ) -> Report:
     """Brings all ``specs`` up to date in ``out_dir`` and rewrites its manifest.
 
@@ -65,6 +66,7 @@ def precompile(
         linked: also link loadable libraries where possible.
         force: rebuild variants that are up to date.
         progress: called in this process as each variant finishes.
+        begin: called before the first is built, with the number that is to be built.
 
     Raises:
         KeyboardInterrupt: after the variants in work are finished; the manifest stays as it was.
@@ -78,6 +80,8 @@ def precompile(
         else:
             report.reused[spec.name] = record
     jobs = jobs or min(MAX_JOBS, os.cpu_count() or 1)
+    if begin is not None:
+        begin(sum(map(len, todo.values())))
     for arch, pending in todo.items():
         _build_all(arch, pending, out_dir, linked, force, jobs, report, progress)
     if todo or not _manifest_is_current(out_dir):

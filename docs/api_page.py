@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from equivalents import EQUIVALENTS
 
 # What users import from, in the order in which a caller meets it.  A test holds the first three to
 # the modules' __all__.
@@ -80,6 +82,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
 WIDTH = 120  # of a line of prose
 _UNBROKEN = re.compile(r"(?:``.*?``|`[^`]{,80}`|\[[^]]*\]\([^)]*\)|\S)+")
 _STARTS = re.compile(r"[-*+=>#|]|\d+[.)]$")  # what would begin a list, a heading or a quotation
+_FILE = re.compile(r"(\w+(?:, \w+)*(?:\.py|/))\s+(?=\S)")  # a module's list of its files begins
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
 
 
@@ -238,16 +241,28 @@ def _sections(doc: Doc) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Prose as Markdown: indented blocks become code."""
+    """Prose as Markdown: indented blocks become code, or pictures; a list of files a list."""
     lines = []
     for block in re.split(r"\n\n+", text):
         if block.startswith("    "):
-            lines += ["```python", inspect.cleandoc(block), "```", ""]
+            code = inspect.cleandoc(block)
+            lines += [f"```{'python' if _is_python(code) else 'text'}", code, "```", ""]
         elif block.startswith("* "):
             lines += [" ".join(item.split()) for item in re.split(r"\n(?=\* )", block)] + [""]
+        elif _FILE.match(block):
+            items = [" ".join(item.split()) for item in re.split(r"\n(?=\S)", block)]
+            lines += [_FILE.sub(r"* `\1`: ", item) for item in items] + [""]
         elif block:
             lines += [" ".join(block.split()), ""]
     return lines
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _value_line(name: str, member: Any) -> str:
@@ -305,7 +320,17 @@ def _entry_lines(entry: Entry) -> list[str]:
         lines += ["```python", signature(entry.path, entry.value), "```", ""]
     else:
         lines += [f"Exception, a `{entry.value.__mro__[1].__name__}`.", ""]
-    return [*lines, *_paragraphs(doc.prose), *_sections(doc)]
+    return [*lines, *_paragraphs(doc.prose), *_equivalents(entry), *_sections(doc)]
+
+
+def _equivalents(entry: Entry) -> list[str]:
+    """The PyTorch that says what a call computes, if there is some."""
+    found = EQUIVALENTS.get((entry.module, entry.name), ())
+    if not found:
+        return []
+    source = "\n\n".join(inspect.getsource(function).strip() for function in found)
+    head = "*In PyTorch*, with `from torch import Tensor, einsum`, in float32 (tested beside it):"
+    return [head, "", "```python", source, "```", ""]
 
 
 def contents(lines: list[str], about: dict[str, str]) -> list[str]:

@@ -63,7 +63,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     specs = shipped(whole=config.getoption("--whole-matrix"))
     every = len(shipped(whole=True))
-    print(f"{len(specs)} of {every} variants: {' '.join(s.name for s in specs)}", flush=True)
+    names = f": {' '.join(s.name for s in specs)}" if config.getoption("verbose") > 0 else ""
+    print(f"{len(specs)} of {every} variants (-v names them){names}", flush=True)
     print(f"precompiling them into {artifacts.default_dir()}", flush=True)
     report = precompile(called_for(specs), artifacts.default_dir())
     config.stash[PRECOMPILED] = time.time()

@@ -62,6 +62,15 @@ def mha_prefill(
     infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's result depends on its own sequence alone: bits are the same in any batch, also
     where keys are split, as whether and where that is follows from the sequence's two lengths.
 
+    Causal masks of unequal lengths are aligned at the bottom right (1: seen), 3 queries of 5 keys
+    and 5 of 3:
+
+        1 1 1 0 0      0 0 0
+        1 1 1 1 0      0 0 0    out 0, LSE -inf
+        1 1 1 1 1      1 0 0
+                       1 1 0
+                       1 1 1
+
     Args:
         q: bfloat16 or float16 (total_q, h, d_qk); rows may be strided, 16-byte aligned, as of all
             that follow.  Heads (d_qk, d_v) are (192, 128), (128, 128) or, as of GLM, (256, 256),

@@ -48,8 +48,8 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-api = load(ROOT / "docs" / "api_page.py")
 render = load(ROOT / "docs" / "render.py")
+api = sys.modules["api_page"]
 figures = load(ROOT / "docs" / "figures.py")
 ENTRIES = list(api.entries())
 
@@ -215,6 +215,26 @@ def test_internals_stand_last() -> None:
             assert not re.search(item, front, re.M), f"{owner}.{name} is among what callers use"
     plan = page.split("\n### DecodePlan\n")[1].split("\n#### DecodePlan: internals\n")[0]
     assert "tracers" not in plan and "as kernels take them" not in plan
+
+
+def test_lists_of_files_are_lists() -> None:
+    """A module's docstring says in columns what its files hold; the page has an item for each."""
+    page = render.API.read_text()
+    listed = 0
+    for module in api.MODULES:
+        doc = api.parse(importlib.import_module(module).__doc__).prose
+        for name in re.findall(r"^(\w+\.py)  +\S", doc, flags=re.M):
+            assert re.search(rf"^\* `{re.escape(name)}`: \S", page, re.M), f"{module}: {name}"
+            listed += 1
+    assert listed >= 8
+    assert api._paragraphs("a.py  one, in\n      two lines\nb.py  two") == [
+        "* `a.py`: one, in two lines", "* `b.py`: two", "",
+    ]  # fmt: skip
+
+
+def test_indented_blocks_are_code_or_pictures() -> None:
+    assert api._paragraphs("    x = 1")[0] == "```python"
+    assert api._paragraphs("    1 1 0\n    1 1 1")[0] == "```text"
 
 
 def test_the_api_page_has_no_private_names() -> None:
