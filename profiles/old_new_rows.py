@@ -100,7 +100,7 @@ class TopkRow(NamedTuple):
         return f"{self.rows}x{self.columns}" + ("" if self.scores == "normal" else "_zeros")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cache_of(dtype: str, page_size: int, tokens: int, device: torch.device) -> PagedKVCache:
     """A cache of random tokens, one object a format and run."""
     generator = torch.Generator(device).manual_seed(1)
