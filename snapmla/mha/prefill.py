@@ -58,8 +58,9 @@ def mha_prefill(
 
     Rows behind a sequence's end, the next sequence's or nobody's, never reach it, whatever they
     hold; nor do keys reach a query token that the causal rule hides from it: beside a NaN or an
-    infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's result depends on its own sequence alone: bits are the same in any batch, also
-    where keys are split, as whether and where that is follows from the sequence's two lengths.
+    infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's
+    result depends on its own sequence alone: bits are the same in any batch, also where keys are
+    split, as whether and where that is follows from the sequence's two lengths.
 
     Args:
         q: bfloat16 or float16 (total_q, h, d_qk); rows may be strided, 16-byte aligned, as of all
