@@ -2,8 +2,8 @@
 tile see and others do not.
 
 A hidden key has P = 0, and 0 times a NaN or an infinity is NaN.  Where the mask cuts a tile of keys
-the same line of V is hidden to one row and seen by the next, so that clearing lines does not do; and
-numbers are looked at only where something has gone wrong.  So:
+the same line of V is hidden to one row and seen by the next, so that clearing lines does not do;
+and numbers are looked at only where something has gone wrong.  So:
 
     consumers   vote at a work tile's end: did a row whose logits are sound come out with a NaN?
     producer    takes such a work tile *again*, as the next one: as before, but each tile of keys
