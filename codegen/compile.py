@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
     arguments = abi.describe(function, fakes)  # before compiling: it refuses what is out of order
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir={shlex.quote(str(tmp))}"
-    with _relative_sources():
+    with _relative_sources(), _storage_noted() as storage:
         compiled = cute.compile(function, *fakes.values(), stream, options=options)
     module = str(compiled.ir_module)
     _limit_host_code(compiled.ir_module)
@@ -235,7 +235,8 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
     ptx, cubin = compiled.__ptx__, compiled.__cubin__
     if not ptx or not cubin:
         raise RuntimeError("the compiler kept no PTX or cubin")
-    return _Made(path, ptx, cubin, module, arguments, _declared(spec), _shared_plan(function))
+    plan = shared_plan(storage, registry.budget(spec))
+    return _Made(path, ptx, cubin, module, arguments, _declared(spec), plan)
 
 
 @contextlib.contextmanager
@@ -257,15 +258,53 @@ def _relative_sources() -> Iterator[None]:
         ir.Location.file = real
 
 
-def _shared_plan(function: Any) -> list[list[Any]]:
-    """[name, offset] of each array in the kernel's ``Storage`` struct, where it has one.
+Storage = list[tuple[str, int, int]]  # name, bytes, offset of each array of a struct
 
-    The struct is laid out by the trace, so this is known only after compiling; it lets the software
-    GPU name shared memory in its reports.
+
+@contextlib.contextmanager
+def _storage_noted() -> Iterator[list[Storage]]:
+    """The structs that kernels allocate in shared memory while they are traced, in order.
+
+    The allocator asks one function for a struct's fields, which emits nothing: with another method
+    of it replaced, line information would name this file.
     """
-    storage = getattr(getattr(function, "__self__", function), "Storage", None)
-    offsets: dict[str, int] = getattr(storage, "_offsets", {})
-    return [[name, int(at)] for name, at in offsets.items()]
+    module: Any = importlib.import_module("cutlass.memory.smem")
+    real, noted = module._extract_struct_fields, []
+
+    def fields(struct: Any) -> Storage:
+        noted.append(real(struct))
+        return noted[-1]
+
+    module._extract_struct_fields = fields
+    try:
+        yield noted
+    finally:
+        module._extract_struct_fields = real
+
+
+def shared_plan(allocated: Sequence[Storage], budget: Any) -> list[list[Any]]:
+    """[name, offset] of each array in a kernel's storage, where it allocates one struct alone.
+
+    Barriers that the budget knows as ``<name>_full`` and ``<name>_empty`` have a name each,
+    ``<name>_bar.full[0]``: the software GPU's reports say it.  The struct is laid out by the trace.
+
+    Args:
+        allocated: structs that the kernels allocated; one may be traced several times.
+        budget: the variant's ``Budget``, or None.
+    """
+    if not allocated or any(struct != allocated[0] for struct in allocated):
+        return []
+    copies = {} if budget is None else {b.name: b.copies for b in budget.barriers}
+    plan: list[list[Any]] = []
+    for name, _, at in allocated[0]:
+        ring = name.removesuffix("_bar")
+        sides = [
+            f"{name}.{side}[{i}]"
+            for side in ("full", "empty")
+            for i in range(copies.get(f"{ring}_{side}", 0) if ring != name else 0)
+        ]
+        plan += [[x, int(at) + 8 * i] for i, x in enumerate(sides or [name])]
+    return plan
 
 
 def _limit_host_code(module: Any) -> None:

@@ -1,14 +1,14 @@
 """FlashMLA's own tests of sparse decode and sparse prefill, as they are, on our kernels.
 
-    python -m profiles.flashmla_suites --suite build/flashmla-tests --cases 300 --out profiles/results
+    python -m profiles.flashmla_suites --suite build/flashmla-tests --out profiles/results
 
-``--suite`` is a folder of yours with ``tests/`` of a FlashMLA checkout, whose files are not part of
-this repository, with its ``commit`` in a file of that name, and optionally ``standins/`` of packages
+``--suite`` is a folder of yours with ``tests/`` of a FlashMLA checkout, whose files are not part
+of this repository, its ``commit`` in a file of that name, and optionally ``standins/`` of packages
 that are not installed (triton, by which its benchmark marks a kernel).  The tests import
 ``flash_mla``, which is ``snapmla.install_as_flash_mla``'s here; their inputs, references and
 tolerances are their own.
 
-Of each suite's list of cases a seeded sample runs, of those that are expected to fit in ``--memory``
+Of each suite's list a seeded sample runs, of the cases that are expected to fit in ``--memory``
 GiB; the seed of a case's numbers is its place in the list, as a run of the whole list would count
 it.  Cases whose times are taken there (``num_runs``) run for their results alone, as our kernels
 have other names.  Each case passes, is refused by a sentence of ours, or fails; those that are out
@@ -96,7 +96,9 @@ class Tally:
         self.counts[outcome] += 1
         if outcome == PASSED:
             return
-        sentence = re.sub(r"-?\d[\d.e+-]*", "N", said.strip().splitlines()[0] if said.strip() else "")
+        sentence = re.sub(
+            r"-?\d[\d.e+-]*", "N", said.strip().splitlines()[0] if said.strip() else ""
+        )
         self.reasons.setdefault(outcome, Counter())[sentence] += 1
         self.examples.setdefault((outcome, sentence), f"{told(case)}: {said.strip()[:400]}")
 
@@ -319,7 +321,7 @@ def line(name: str, tally: Tally) -> str:
 
 
 HEAD = (
-    "| suite | cases | of these fit | ran | passed | refused | failed | out of memory | no time | s |",
+    "| suite | cases | fit | ran | passed | refused | failed | out of memory | no time | s |",
     "|---" * 10 + "|",
 )  # fmt: skip
 

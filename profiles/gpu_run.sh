@@ -26,6 +26,11 @@
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
+#   old-new:--old,DIR[,ARG...]  the tables' shapes of an older packed checkout and of this one in turn
+#                              (profiles.old_new ARG...; old-new:--old,build/checkouts/base,--rows,
+#                              dense+topk some of them; old-new:--witness what a witness costs)
+#   flashmla-suites:--suite,DIR[,ARG...]  FlashMLA's own sparse suites, a sample of their cases, on
+#                              our kernels (profiles.flashmla_suites says what DIR holds)
 #   append[:ARG,ARG...]        appending tokens, alone and in a step, beside vLLM's op
 #                              (profiles.append_cost ARG ARG...; append:--against,build/checkouts/NAME
 #                              beside a packed checkout)
@@ -288,6 +293,16 @@ run_part() {
         host)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ${what//,/ }
+            ;;
+        old-new)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.old_new --out "$work" \
+                --limit $((seconds - 15)) ${what//,/ }
+            ;;
+        flashmla-suites)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.flashmla_suites --out "$work" \
+                --limit $((seconds - 40)) ${what//,/ }
             ;;
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"

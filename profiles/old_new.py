@@ -283,7 +283,6 @@ def main(
     witness: Annotated[bool, typer.Option(help="What a witness costs, instead.")] = False,
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     device: Annotated[str, typer.Option(help="cpu: tiny shapes on the software GPU.")] = "cuda",
-    peers: Annotated[str, typer.Option(help="Not looked at: parts of gpu_run.sh say it.")] = "",
 ) -> None:
     """Times the rows and writes the page."""
     from profiles import old_new_rows

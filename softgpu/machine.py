@@ -344,10 +344,12 @@ class Machine:
                 self.options.on_hazard(found)
 
     def shared_name(self, offset: int) -> str:
-        """``name + offset`` of a byte of dynamic shared memory."""
+        """``name + offset`` of a byte of dynamic shared memory; of an mbarrier its name alone."""
         offset -= self.program.static_shared
         for name, start, size in self.program.shared_map:
             if start <= offset < start + size:
+                if name.endswith("]") and start == offset:
+                    return f"{name} (offset {offset})"
                 return f"{name} + {offset - start} (offset {offset})"
         return f"offset {offset}"
 
@@ -375,14 +377,14 @@ class Machine:
             lanes = "lanes " + ",".join(str(i) for i in np.nonzero(g.mask)[0])
         return type(error)(
             f"{error}\n  at {kernel.where(ins)}, pc {pc}: {ins.text or ins.opcode}\n"
-            f"  {warp.block}, warp {warp.index}, {lanes}; kernel {kernel.name[:80]}"
+            f"  {warp.block}, warp {warp.index}, {lanes}; kernel {kernel.short_name}"
         )
 
     def report(self, resident: list[Cluster], spinning: bool) -> str:
         """What every warp waits for."""
         kernel = self.program.kernel
         head = "warps spin without effect" if spinning else "deadlock: no warp can run"
-        lines = [f"{head}; kernel {kernel.name[:80]}"]
+        lines = [f"{head}; kernel {kernel.short_name}"]
         for c in resident:
             for w in (w for w in c.warps if not w.done):
                 for g in w.groups:

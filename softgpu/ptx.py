@@ -123,6 +123,12 @@ class Variable:
     data: bytes = b""
 
 
+def short_name(name: str) -> str:
+    """A kernel's name for reports: without what the DSL puts around the function and its class, and
+    without the types of its arguments."""
+    return re.split(r"_object_at_|_tensorptr", name)[0].removeprefix("kernel_cutlass_")[:80]
+
+
 @dataclass
 class Kernel:
     """One ``.entry``: parameters, code, register types, variables of its scope."""
@@ -135,6 +141,11 @@ class Kernel:
     variables: dict[str, Variable] = field(default_factory=dict)
     directives: dict[str, str] = field(default_factory=dict)
     files: dict[int, str] = field(default_factory=dict)  # paths, by number
+
+    @property
+    def short_name(self) -> str:
+        """See ``short_name``."""
+        return short_name(self.name)
 
     def reg_type(self, name: str) -> str | None:
         """Declared type of a register, such as ``b32`` or ``pred``; None if it is no register."""

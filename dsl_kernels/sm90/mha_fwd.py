@@ -425,8 +425,8 @@ class MhaFwd:
         warpgroup.wait_group(1)
         release(self.loads.k, st, slot)
         gamma0, gamma1, moved = self._softmax(acc_s, state, first, masked)
-        # What hangs on the vote must stand before the wait (``_softmax``) and concern the warp alone:
-        # the wait is an instruction of the whole warpgroup, whose warps vote apart.
+        # What hangs on the vote must stand before the wait (``_softmax``) and concern the warp
+        # alone: the wait is an instruction of the whole warpgroup, whose warps vote apart.
         if moved:
             cute.arch.sync_warp()
         warpgroup.wait_group(0)

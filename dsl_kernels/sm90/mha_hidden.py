@@ -2,8 +2,8 @@
 tile see and others do not.
 
 A hidden key has P = 0, and 0 times a NaN or an infinity is NaN.  Where the mask cuts a tile of keys
-the same line of V is hidden to one row and seen by the next, so that clearing lines does not do; and
-numbers are looked at only where something has gone wrong.  So:
+the same line of V is hidden to one row and seen by the next, so that clearing lines does not do;
+and numbers are looked at only where something has gone wrong.  So:
 
     consumers   vote at a work tile's end: did a row whose logits are sound come out with a NaN?
     producer    takes such a work tile *again*, as the next one: as before, but each tile of keys
@@ -13,14 +13,14 @@ numbers are looked at only where something has gone wrong.  So:
     consumers   before rows are written: a channel of a row that sees that first key becomes NaN
 
 What a row sees is a range of keys from the first one on, so that one number a channel is enough.
-Rows that do not see it have the bits that they would have beside a sound V: the same products in the
-same order, of the same P and a finite V.
+Rows that do not see it have the bits that they would have beside a sound V: the same products in
+the same order, of the same P and a finite V.
 
 Verdicts have four slots, a word for each consumer warp.  The producer asks for that of work tile
 ``count - 3`` when it notes ``count``: it has waited until all have read the note of ``count - 2``,
-before which they told it.  What is left at the end of the list is found behind a note without a head
-(-1), a *pause*: once all consumers have read it they have told every verdict, and all of them and the
-producer come to the same conclusion, that this was the end or that other notes follow.
+before which they told it.  What is left at the end of the list is found behind a note without a
+head (-1), a *pause*: once all consumers have read it they have told every verdict, and all of them
+and the producer come to the same conclusion, that this was the end or that other notes follow.
 
 Cost where V is finite: an instruction for two channels of a row at a work tile's end, a word to
 shared memory and one out of it.
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from .. import compat
 from ..common.barriers import Ring

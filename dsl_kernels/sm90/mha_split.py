@@ -159,7 +159,7 @@ class PieceLoads(Loads):
 
     @cute.jit
     def _range(self, s_q, s_k, piece, base):
-        """Where a piece's keys begin and end, and its first partial row; of no piece all, and -1."""
+        """Where a piece's keys begin and end, its first partial row; of no piece all, and -1."""
         first, end, partial = Int32(0), s_k, Int32(-1)
         if base >= 0:
             pieces = pieces_of(s_q, s_k)
@@ -187,7 +187,8 @@ class PieceRows(Rows):
 
     @cute.jit
     def _partial(self, results, acc_o, state, first, rows, head, row):
-        """Normalised rows in fp32 behind partial row ``first``, and their LSE; returns as ``write``.
+        """Normalised rows in fp32 behind partial row ``first``, and their LSE; returns what
+        ``write`` does.
 
         A quad's lanes hold pairs of channels: 8 bytes each, a sector of 32 together.
         """

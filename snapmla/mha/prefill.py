@@ -59,8 +59,9 @@ def mha_prefill(
 
     Rows behind a sequence's end, the next sequence's or nobody's, never reach it, whatever they
     hold; nor do keys reach a query token that the causal rule hides from it: beside a NaN or an
-    infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's result depends on its own sequence alone: bits are the same in any batch, also
-    where keys are split, as whether and where that is follows from the sequence's two lengths.
+    infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's
+    result depends on its own sequence alone: bits are the same in any batch, also where keys are
+    split, as whether and where that is follows from the sequence's two lengths.
 
     Causal masks of unequal lengths are aligned at the bottom right (1: seen), 3 queries of 5 keys
     and 5 of 3:

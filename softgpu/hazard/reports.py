@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..memory import SHARED_BASE
+from ..ptx import short_name
 
 if TYPE_CHECKING:
     from .clocks import Layout
@@ -334,5 +335,5 @@ class Reports:
             f"{action} of what the grid launched before this one writes, before "
             "griddepcontrol.wait",
             self.machine.memory.name(at), [self.here(warp, action, lane_text(lane))],
-            f"the writer is {writer[:80]}; griddepcontrol.wait must come first",
+            f"the writer is {short_name(writer)}; griddepcontrol.wait must come first",
         )  # fmt: skip

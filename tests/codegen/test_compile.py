@@ -13,6 +13,7 @@ from codegen import artifacts, audit
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from codegen.precompile import precompile
+from dsl_kernels.common import budget as bud
 from snapmla import runtime
 from tests.support.builds import CHEAP, borrow
 from tests.support.needs import needs_compiler
@@ -153,3 +154,20 @@ def test_two_processes_compile_a_missing_variant_once(tmp_path: Path) -> None:
         assert out.strip() == str(tmp_path / "merge_obf16_sm90a.ptx")
     assert compiler.up_to_date(CHEAP, tmp_path, False) is not None
     assert not list(tmp_path.glob(".*.o.*")), "temporary files are left"
+
+
+def test_plan_of_shared_memory_names_barriers_one_by_one() -> None:
+    """Those that the budget knows; a kernel with two storages has no plan."""
+    rings = (bud.Barrier("p_full", 4, {"a": 4}, 2), bud.Barrier("p_empty", 8, {"b": 8}, 2),
+             bud.Barrier("one_full", 1, {"c": 1}))  # fmt: skip
+    budget = bud.Budget(groups=(bud.WarpGroup("all", 0),), smem=0, barriers=rings)
+    fields = [("p_bar", 32, 0), ("one_bar", 8, 32), ("other_bar", 16, 40), ("p", 64, 128)]
+    names = [
+        ["p_bar.full[0]", 0], ["p_bar.full[1]", 8], ["p_bar.empty[0]", 16], ["p_bar.empty[1]", 24],
+        ["one_bar.full[0]", 32], ["other_bar", 40], ["p", 128],
+    ]  # fmt: skip
+    assert compiler.shared_plan([fields, fields], budget) == names
+    assert compiler.shared_plan([fields], None) == [[name, at] for name, _, at in fields]
+    assert (
+        compiler.shared_plan([fields, fields[1:]], budget) == compiler.shared_plan([], budget) == []
+    )

@@ -1,4 +1,4 @@
-"""Values that are no numbers, of keys that rows do not see, on the software GPU, hazard check on."""
+"""V that is no number, of keys that rows do not see, on the software GPU, hazard check on."""
 
 from __future__ import annotations
 

@@ -381,11 +381,26 @@ def test_deadlock_by_phase_error(etap: Bench, mode: str) -> None:
     lines = str(error).splitlines()
     [producer] = [x for x in lines if f"{ACQUIRE} (PTX line" in x]
     assert "warp 0" in producer and "to complete phase parity 0; it is in phase 0" in producer
+    assert "mbarrier at CTA 0, k_bar.empty[0] (offset " in producer
     pv_wait = line("fp8_etap.py", "k_pipe.consumer_wait(kst)", "def pv_loop")
     for source, first, last in ((K_WAIT, 4, 7), (pv_wait, 8, 15)):
         waiting = [x for x in lines if f"{source} (PTX line" in x]
         assert len(waiting) == last - first + 1
         assert all(f"warp {i} " in x for i, x in enumerate(waiting, first))
+
+
+def test_deadlock_by_a_missing_arrival_names_the_ring(etap: Bench) -> None:
+    """Nobody frees P: the softmax warps wait for it, and the report says for which of its slots."""
+    [free] = etap.all("mbarrier.arrive", FREE_P)
+    error = etap.broken({free.pc: ""})
+    assert isinstance(error, softgpu.Deadlock)
+    wait = line("softmax_few.py", "P_RING.wait_empty(")
+    waiting = [x for x in str(error).splitlines() if f"{wait} (PTX line" in x]
+    assert len(waiting) == 4
+    assert all("mbarrier at CTA 0, p_bar.empty[0] (offset " in x for x in waiting)
+    assert "  mbarrier at CTA 0, p_bar.empty[1] (offset " in str(error)
+    first = str(error).splitlines()[0]
+    assert first.endswith("kernel kernel_dsl_kernelssm90decodeDecode")
 
 
 @pytest.mark.softgpu(seeds=(None, 5), asynchronous=("early", "late"))
