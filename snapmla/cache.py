@@ -166,8 +166,9 @@ class PagedKVCache(launch.OverTensors):
         format: str | None = None,
         scale_fmt: str | None = None,
     ) -> PagedKVCache:
-        """A cache over existing memory; any strides whose rows are 16-byte aligned.  That of a single
-        page, or head, counts for nothing.
+        """A cache over existing memory; any strides whose rows are 16-byte aligned.
+
+        A stride over a single page, or head, counts for nothing.
 
         Three tensors are an FP8 cache, one is a cache of 16 bits, or of the format that is named.
 
