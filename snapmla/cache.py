@@ -168,6 +168,8 @@ class PagedKVCache(launch.OverTensors):
     ) -> PagedKVCache:
         """A cache over existing memory; any strides whose rows are 16-byte aligned.
 
+        A stride over a single page, or head, counts for nothing.
+
         Three tensors are an FP8 cache, one is a cache of 16 bits, or of the format that is named.
 
         Args:

@@ -177,7 +177,7 @@ def _launch(call: Fetch, ready: Ready | None) -> tuple[Fetched, Ready | None]:
         tokens, cache.page_size, heads, given=out is not None
     )  # fmt: skip
     c_kv, k_rope = _outputs(out, shape, mode, _dtype_of(cache, dtype), cache)
-    if c_kv.numel() == 0:
+    if c_kv.numel() == 0 or (mode == "ragged" and not len(where)):
         return (c_kv, k_rope), None
     selector: tuple[Any, ...] = (where,)
     if mode == "pages":

@@ -90,7 +90,7 @@ def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 
 class Places(NamedTuple):
-    """In which places of a call one tensor stands twice.
+    """The places of a call in which one tensor stands more than once.
 
     Attributes:
         first: of each place the first one that has its tensor.
@@ -102,7 +102,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, tensors: tuple[torch.Tensor, ...]) -> Places | None:
-        """Of tensors of a call; None where they differ."""
+        """Finds them among a call's tensors; None where all differ."""
         found: dict[int, int] = {}
         first = tuple([found.setdefault(id(t), i) for i, t in enumerate(tensors)])
         return None if len(found) == len(first) else cls(first, tuple(found.values()))

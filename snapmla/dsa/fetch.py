@@ -168,7 +168,7 @@ def _launch(
 ) -> tuple[torch.Tensor | Stored, runtime.Kernel | None]:
     tokens = call.tokens
     keys, scales = outputs(call, rows(tokens, PAGE, 1, given=call.out is not None))
-    if not keys.numel():
+    if not keys.numel() or (tokens.mode == "ragged" and not len(tokens.where)):
         return _result(keys, scales), None
     stored = keys.dtype == checks.FP8
     selector: tuple[torch.Tensor, ...] = (tokens.where,)

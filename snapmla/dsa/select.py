@@ -168,7 +168,7 @@ runtime.on_forget(_kernel.cache_clear)
 
 
 def kernel_of(logits: torch.Tensor) -> runtime.Kernel:
-    """What selects from these rows; shapes decide, and whether all rows begin at 16 bytes."""
+    """The kernel that selects from these rows, by their shape and whether all begin at 16 bytes."""
     rows, columns = logits.shape
     apart = logits.stride(0) * logits.element_size() if rows > 1 else 0
     if apart % checks.ALIGN or logits.data_ptr() % checks.ALIGN:

@@ -146,3 +146,15 @@ def test_the_longest_rows() -> None:
         want = topk_reference.select_topk_reference(logits, lengths, K)
         for mine, right in zip(select_topk(logits.cuda(), lengths.cuda(), K), want, strict=True):
             assert torch.equal(mine.cpu(), right)
+
+
+@pytest.mark.parametrize("columns", [2050, 8190, 16390, 34893, 262142])
+def test_rows_of_any_width(columns: int) -> None:
+    """Contiguous rows, as vLLM's own test has them, and the same from the second column on."""
+    found = topk_reference.scores("zeros", 5, columns, 7)
+    lengths = torch.tensor([columns - 1, columns - 1, 2049, 2048, 3], dtype=torch.int32)
+    for begin in (0, 1):
+        want = topk_reference.select_topk_reference(found[:, begin:], lengths, K)
+        made = select_topk(found.cuda()[:, begin:], lengths.cuda(), K)
+        for mine, right in zip(made, want, strict=True):
+            assert torch.equal(mine.cpu(), right)

@@ -166,3 +166,13 @@ def test_shapes_for_tracers() -> None:
         found = fetch_index_k(*map(mode.from_tensor, given), dtype=torch.float16)
     assert keys.shape == found.shape == (2, 128) and scales.shape == (2,)
     assert keys.dtype == E4M3 and found.dtype == torch.float16
+
+
+@needs_compiler
+def test_chunks_of_no_sequence() -> None:
+    """Starts that are a column, whose stride counts for nothing; rows stay as they are."""
+    cache, none = torch.zeros(1, 64, 132, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int32)
+    out = torch.full((3, 128), 7.0).bfloat16()
+    begins = torch.zeros(1, dtype=torch.int32)
+    fetch_index_k(cache, none, cu_seqlens=begins, seq_starts=none[:, 0], out=out)
+    assert bool((out == 7.0).all())

@@ -113,7 +113,7 @@ def test_columns_that_no_page_fills_are_not_selected() -> None:
 @needs_kernels
 @pytest.mark.usefixtures("small")
 def test_a_million_tokens_and_drafts() -> None:
-    """Of a table of 16385 pages, without ``max_tokens``: a page of drafts beside 1048576 tokens."""
+    """A table of 16385 pages without ``max_tokens``: a page of drafts beside 1048576 tokens."""
     given = arguments((150, 9), DRAFTS)
     want, table = index_topk(**given), given["block_table"]
     wide = torch.full((2, 16385), -1).int()

@@ -85,8 +85,12 @@ def test_nothing_to_fetch() -> None:
     cache = snapmla.PagedKVCache.allocate(2, 16, device="cpu")
     for b, total in ((0, 5), (3, 0), (3, 5)):
         table, out = torch.zeros((b, 1), dtype=I32), torch.full((total, 576), 7.0, dtype=BF16)
-        snapmla.fetch_dequant(cache, table, cu_seqlens=packed([0] * b), out=out)
-        assert (out == 7.0).all()
+        column = torch.zeros((b, 2), dtype=I32)[:, 0]  # without entries as contiguous as any
+        for starts in (None, column if b == 0 else column.contiguous()):
+            snapmla.fetch_dequant(
+                cache, table, cu_seqlens=packed([0] * b), seq_starts=starts, out=out
+            )
+            assert (out == 7.0).all()
 
 
 @needs_compiler

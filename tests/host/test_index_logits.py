@@ -92,7 +92,7 @@ def test_known_calls_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 @needs_compiler
 def test_lengths_that_are_a_column() -> None:
-    """Of one sequence they are contiguous whatever their stride, which no absent table may take."""
+    """One sequence's are contiguous whatever their stride, which no absent table may take."""
     lengths = torch.tensor([[60, 9]], dtype=torch.int32)[:, 0]
     assert lengths.stride() == (2,) and lengths.is_contiguous()
     given = arguments(

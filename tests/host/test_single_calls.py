@@ -142,7 +142,7 @@ class Launches:
         return made
 
     def of(self, function: Callable[..., Any], given: Tensors) -> list[tuple[str, tuple[Any, ...]]]:
-        """What a call launches."""
+        """Launches of a call."""
         self.made, self.found = [], []
         function(**given)
         return self.made
@@ -162,7 +162,7 @@ def pairs(given: Tensors) -> Iterator[tuple[str, str]]:
 
 
 def same(mine: Any, other: Any, given: list[int]) -> bool:
-    """Whether kernels get the same: numbers, or tensors of a shape; of the given storages values."""
+    """Compares what kernels get: numbers, shapes of tensors, and their values in given storages."""
     if not isinstance(other, Tensor):
         return bool(mine == other)
     if mine.shape != other.shape or mine.dtype != other.dtype:
@@ -174,7 +174,7 @@ def same(mine: Any, other: Any, given: list[int]) -> bool:
 @needs_kernels
 @every_call
 def test_one_tensor_in_two_places(launches: Launches, name: str) -> None:
-    """Where that is legal the next call is known, and launches what copies would."""
+    """The next such call, where it is legal, is known, and launches what copies would."""
     function, given = CALLS[name]()
     for _ in range(3):
         launches.of(function, given)
@@ -218,7 +218,7 @@ WITH_PAIRS = {
 def test_no_check_asks_for_strides_that_reach_nothing(
     launches: Launches, name: str, stride: int
 ) -> None:
-    """Of no tensor; a call that repeats is known as others are."""
+    """Takes any, of every tensor; a call that repeats is known as others are."""
     function, given = CALLS[name]()
     for _ in range(3):
         launches.of(function, given)
