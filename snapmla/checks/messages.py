@@ -68,6 +68,8 @@ ADVICE: dict[str, str] = {
     "seq_starts": "the first cached token wanted of each sequence, beside cu_seqlens",
     "total": "rows of the packed result, beside cu_seqlens",
     "row_seqlens": "for each query token how many of its sequence's cached tokens it sees",
+    "topk_length": "how many entries of each row of a sequence count",
+    "row_lengths": "for each query token how many entries of its row count",
     "row_blocks": "leave it out to go by how many SMs would idle",
     "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
@@ -157,7 +159,7 @@ def explain(
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """The same error with its argument called as a wrapper's caller knows it.
+    """The same error with its argument, and what to change, as a wrapper's caller knows them.
 
     Args:
         error: one of this module's, whose text starts with ``argument:``.
@@ -167,5 +169,9 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
     inner, colon, rest = given.partition(":")
     for name, outer in names.items():
         rest = rest.replace(f"{APART} {name},", f"{APART} {outer},")
-    text = f"{names.get(inner, inner)}{colon}{rest}"
+    outer = names.get(inner, inner)
+    own, theirs = ADVICE.get(outer, ""), f"({ADVICE.get(inner, '')})"
+    if own and rest.endswith(theirs):
+        rest = f"{rest.removesuffix(theirs)}({own})"
+    text = f"{outer}{colon}{rest}"
     return error if text == given else type(error)(text)
