@@ -185,7 +185,8 @@ def test_make_try_compiles_then_runs() -> None:
     done = make("-n", "try", "VARIANT=merge_obf16_sm90a")
     commands = [line.removeprefix(f"{sys.executable} ") for line in done.stdout.splitlines()]
     assert commands == [
-        "-m codegen try merge_obf16_sm90a", "-m snapmla.testing run --hazards collect merge_obf16_sm90a",
+        "-m codegen try merge_obf16_sm90a",
+        "-m snapmla.testing run --hazards collect merge_obf16_sm90a",
     ]  # fmt: skip
 
 

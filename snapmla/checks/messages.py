@@ -158,12 +158,13 @@ def explain(
         raise wrong from (None if refused else error)
 
 
-def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """The same error with its argument, and what to change, as a wrapper's caller knows them.
+def renamed(error: Exception, names: dict[str, str], *, advise: bool = False) -> Exception:
+    """The same error with its argument called as a wrapper's caller knows it.
 
     Args:
         error: one of this module's, whose text starts with ``argument:``.
         names: inner argument name -> outer one; others stay.
+        advise: whether advice that goes by the inner name becomes that of the outer one.
     """
     given = str(error)
     inner, colon, rest = given.partition(":")
@@ -171,7 +172,7 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
         rest = rest.replace(f"{APART} {name},", f"{APART} {outer},")
     outer = names.get(inner, inner)
     own, theirs = ADVICE.get(outer, ""), f"({ADVICE.get(inner, '')})"
-    if own and rest.endswith(theirs):
+    if advise and own and rest.endswith(theirs):
         rest = f"{rest.removesuffix(theirs)}({own})"
     text = f"{outer}{colon}{rest}"
     return error if text == given else type(error)(text)

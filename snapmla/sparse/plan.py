@@ -77,7 +77,7 @@ class SparsePlan(DecodePlan):
         try:
             super().update_(topk_length, cu_seqlens_q, row_lengths)
         except (TypeError, ValueError) as error:
-            raise checks.renamed(error, AS_PLANNED) from None
+            raise checks.renamed(error, AS_PLANNED, advise=True) from None
         return self
 
     @functools.cached_property

@@ -129,7 +129,7 @@ class SparsePlanCache(Plans[SparsePlan]):
                 try:
                     return self._new(key, step, pin, lengths, cu_seqlens_q, row_lengths)
                 except (TypeError, ValueError) as error:
-                    raise checks.renamed(error, AS_PLANNED) from None
+                    raise checks.renamed(error, AS_PLANNED, advise=True) from None
         if topk_length is None:
             if s_q is not None and cu_seqlens_q is None and row_lengths is None:
                 return plan
