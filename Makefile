@@ -77,9 +77,9 @@ wheels: precompile  ## build wheels of the host package and of the variants: ARC
 matrix: setup  ## print the matrix with reasons: ARCH=sm_90a
 	$(PY) -m codegen matrix --arch $(ARCH)
 
-try: setup  ## recompile and check one variant: VARIANT=decode_etap_r64_p64_obf16_sm90a
+try: setup  ## recompile one variant, run it with the hazard check: VARIANT=decode_etap_r64_p64_obf16_sm90a
 	$(PY) -m codegen try $(VARIANT)
-	$(PY) -m snapmla.testing run $(VARIANT)
+	$(PY) -m snapmla.testing run --hazards collect $(VARIANT)
 
 profile: setup  ## Nsight Compute on one variant, as one table: VARIANT=decode_etap_r64_p64_obf16_sm90a
 	$(PY) -m profiles.ncu $(VARIANT)

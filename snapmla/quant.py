@@ -316,9 +316,12 @@ def check_tokens(
 ) -> None:
     """Checks what ``append_kv`` is given beside a cache of a format and so many KV heads."""
     own, record = () if heads == 1 else (heads,), FORMATS[fmt]
-    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", *own, record.content.count), device)
+    widths = [t.shape[-1] for t in (c_kv, k_rope) if isinstance(t, torch.Tensor) and t.ndim]
+    fits = widths == [record.content.count, record.rope_channels]
+    said = checks.tokens_of(record) if record.named and not fits else ""
+    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", *own, record.content.count), device, said)
     n = c_kv.shape[0]
-    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, *own, record.rope_channels), device)
+    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, *own, record.rope_channels), device, said)
     checks.tensor("slot_mapping", slot_mapping, tuple(INDEX_NAMES), (n,), device)
     checks.contiguous("slot_mapping", slot_mapping)
     if n:

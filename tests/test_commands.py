@@ -11,6 +11,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 from profiles import device
+from snapmla import runtime
+from snapmla.errors import VariantError
 from snapmla.testing import __main__ as testing
+from snapmla.testing import selfcheck
 from tests.support import ROOT
 from tests.support.needs import needs_compiler
 
@@ -122,6 +126,31 @@ def test_consoles_read_no_markup(package: str) -> None:
                 assert given.get("markup") is given.get("emoji") is False, f"{path}:{node.lineno}"
 
 
+def test_a_check_builds_the_planner_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After ``make try`` alone there is the one variant; only its planner is asked for."""
+    asked: list[str] = []
+
+    def build(spec: VariantSpec, *, need_library: bool) -> SimpleNamespace:
+        asked.append(spec.name)
+        return SimpleNamespace(directory=tmp_path)
+
+    def load(spec: VariantSpec, directory: Path) -> str:
+        if spec.op == "plan_decode" and spec.name not in asked:
+            raise VariantError(f"{spec.name}: not built")
+        return spec.name
+
+    monkeypatch.setattr(selfcheck, "load", load)
+    monkeypatch.setattr(runtime, "find_or_build", build)
+    planner = VariantSpec(op="plan_decode")
+    for _ in range(2):
+        assert selfcheck.load_or_build(planner, tmp_path) == "plan_decode_sm90a"
+    assert asked == ["plan_decode_sm90a"]
+    job = selfcheck.Workload(VariantSpec.from_name("decode_etap_r16_p64_obf16_sm90a"), tmp_path).job
+    assert job is not None
+
+
 # ---------------------------------------------------------------- make
 
 
@@ -156,7 +185,8 @@ def test_make_try_compiles_then_runs() -> None:
     done = make("-n", "try", "VARIANT=merge_obf16_sm90a")
     commands = [line.removeprefix(f"{sys.executable} ") for line in done.stdout.splitlines()]
     assert commands == [
-        "-m codegen try merge_obf16_sm90a", "-m snapmla.testing run merge_obf16_sm90a",
+        "-m codegen try merge_obf16_sm90a",
+        "-m snapmla.testing run --hazards collect merge_obf16_sm90a",
     ]  # fmt: skip
 
 

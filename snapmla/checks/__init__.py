@@ -31,6 +31,11 @@ from snapmla.checks.messages import (  # noqa: F401 (called as checks.NAME)
     type_error,
     value_error,
 )  # fmt: skip
+from snapmla.checks.of_formats import (  # noqa: F401
+    named_by_width,
+    query_of,
+    tokens_of,
+)
 from snapmla.checks.tensors import (  # noqa: F401
     ALIGN,
     FLOATS,
@@ -50,6 +55,7 @@ from snapmla.checks.tensors import (  # noqa: F401
     not_nested,
     output,
     overlaps_itself,
+    shape_text,
     tensor,
     together,
     vector,
@@ -92,8 +98,9 @@ def choice(name: str, value: Any, options: Iterable[Any], hint: str = "") -> Non
         if isinstance(value, str) and not torch.compiler.is_compiling():  # it cannot trace difflib
             words = [o for o in options if isinstance(o, str)]
             signed = [word for word in words if word == f"+{value}"]  # as close as the other sign
-            close = signed or difflib.get_close_matches(value, words, 1)
-            hint = f"did you mean {close[0]!r}?" if close else hint
+            begun = [word for word in words if len(value) > 3 and word.startswith(value)]
+            close = signed or begun or difflib.get_close_matches(value, words, 1)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else hint
         value_error(name, "one of " + ", ".join(repr(o) for o in options), repr(value), hint)
 
 
@@ -253,7 +260,10 @@ def _cache_strides(name: str, view: torch.Tensor) -> None:
 
 def cache_rows(value: Any) -> None:
     """Checks kind, dtype and shape of 16-bit rows, with or without a dimension of heads."""
-    if isinstance(value, torch.Tensor) and value.dtype in (FP8, torch.uint8):
+    if isinstance(value, torch.Tensor) and value.dtype in (FP8, torch.uint8, torch.int8):
+        width = value.shape[-1] if value.ndim else 0
+        if said := named_by_width(width):
+            value_error("format", f"the name of what has {width} bytes a token", None, said)
         hint = "content, rope and scale make an FP8 cache"
         value_error("rope", "a tensor beside FP8 content", None, hint)
     heads = () if isinstance(value, torch.Tensor) and value.ndim == 3 else ("num_kv_heads",)
@@ -304,11 +314,17 @@ def query(nope: Any, rope: Any, scale: Any) -> None:
         aligned(name, part)
 
 
-def query_of_rows(value: Any, dtype: torch.dtype, heads: int, channels: int = HEAD_DIM_QK) -> None:
+def query_of_rows(
+    value: Any,
+    dtype: torch.dtype,
+    heads: int,
+    channels: int = HEAD_DIM_QK,
+    advice: str = "",
+) -> None:
     """Checks a query of 16 bits for a cache of ``heads`` KV heads and so many channels: as
-    ``query``."""
+    ``query``; ``advice``: as of ``tensor``."""
     tokens = query_tokens("q", value)
-    tensor("q", value, (dtype,), (*tokens, "num_heads", channels))
+    tensor("q", value, (dtype,), (*tokens, "num_heads", channels), advice=advice)
     query_rows(tuple(value.shape[:-1]))
     if value.shape[-2] % heads:
         wanted = f"a multiple of the cache's {heads} KV heads"

@@ -79,7 +79,7 @@ def expect_query_of(q: Query, cache: PagedKVCache) -> None:
         whose = ", as the cache's rows" if record.rows else ""
         wanted = f"a {checks.dtype_name(dtype)} tensor{whose}"
         checks.type_error("q", wanted, "a snapmla.QuantizedQuery", hint)
-    checks.query_of_rows(q, dtype, cache.num_kv_heads, record.channels)
+    checks.query_of_rows(q, dtype, cache.num_kv_heads, record.channels, checks.query_of(record))
 
 
 def _batch_of(q: Query, plan: DecodePlan | None) -> int:

@@ -68,6 +68,8 @@ ADVICE: dict[str, str] = {
     "seq_starts": "the first cached token wanted of each sequence, beside cu_seqlens",
     "total": "rows of the packed result, beside cu_seqlens",
     "row_seqlens": "for each query token how many of its sequence's cached tokens it sees",
+    "topk_length": "how many entries of each row of a sequence count",
+    "row_lengths": "for each query token how many entries of its row count",
     "row_blocks": "leave it out to go by how many SMs would idle",
     "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
@@ -156,16 +158,21 @@ def explain(
         raise wrong from (None if refused else error)
 
 
-def renamed(error: Exception, names: dict[str, str]) -> Exception:
+def renamed(error: Exception, names: dict[str, str], *, advise: bool = False) -> Exception:
     """The same error with its argument called as a wrapper's caller knows it.
 
     Args:
         error: one of this module's, whose text starts with ``argument:``.
         names: inner argument name -> outer one; others stay.
+        advise: whether advice that goes by the inner name becomes that of the outer one.
     """
     given = str(error)
     inner, colon, rest = given.partition(":")
     for name, outer in names.items():
         rest = rest.replace(f"{APART} {name},", f"{APART} {outer},")
-    text = f"{names.get(inner, inner)}{colon}{rest}"
+    outer = names.get(inner, inner)
+    own, theirs = ADVICE.get(outer, ""), f"({ADVICE.get(inner, '')})"
+    if advise and own and rest.endswith(theirs):
+        rest = f"{rest.removesuffix(theirs)}({own})"
+    text = f"{outer}{colon}{rest}"
     return error if text == given else type(error)(text)

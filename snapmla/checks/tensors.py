@@ -25,12 +25,14 @@ def tensor(
     dtypes: tuple[torch.dtype, ...],
     shape: Shape,
     device: torch.device | None = None,
+    advice: str = "",
 ) -> None:
     """Checks kind, dtype, shape and device of one tensor argument.
 
     Args:
         shape: extents; an int must match, a string names an extent that may be anything.
         device: where it must live, None for anywhere.
+        advice: what to change where the shape does not fit; empty: by the argument's name.
     """
     if not isinstance(value, torch.Tensor):
         made = f"torch.as_tensor(..., dtype=torch.{dtype_name(dtypes[0])})"
@@ -47,7 +49,7 @@ def tensor(
     actual = value.shape
     if actual != shape and not _fits(actual, shape):
         hint = "" if _is_output(name) else _shape_hint(actual, shape, name.startswith("lse"))
-        value_error(name, f"shape {_shape_text(shape)}", _shape_text(actual), hint)
+        value_error(name, f"shape {shape_text(shape)}", shape_text(actual), hint or advice)
     if device is not None and value.device != device:
         hint = f"move it with .to({str(device)!r}) when you build it"
         value_error(name, f"a tensor on {device}", value.device, hint)
@@ -104,7 +106,7 @@ def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
     return f"use .to(torch.{first}) once when you build it, not on every call"
 
 
-def _shape_text(shape: Iterable[int | str]) -> str:
+def shape_text(shape: Iterable[int | str]) -> str:
     items = [str(x) for x in shape]
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 

@@ -16,6 +16,7 @@ from snapmla.decode_plan import nothing
 from snapmla.plan import sm_count
 
 _FLOAT32 = (torch.float32,)
+MADE = f"torch.zeros(pages, {PAGE}, {PAGE_BYTES // PAGE}, dtype=torch.uint8): docs/formats.md"
 LAYOUT = f"a page of {PAGE} tokens is {PAGE * INDEX_DIM} bytes of keys, then {PAGE} fp32 scales"
 
 
@@ -167,14 +168,16 @@ def check_cache(cache: torch.Tensor, device: torch.device | None = None) -> None
         shape = ("pages", PAGE, 1, PAGE_BYTES // PAGE)
     else:
         shape = ("pages", PAGE, PAGE_BYTES // PAGE)
-    checks.tensor("cache", cache, (torch.uint8,), shape, device)
+    if not isinstance(cache, torch.Tensor):
+        checks.type_error("cache", "a torch.Tensor", type(cache).__name__, MADE)
+    checks.tensor("cache", cache, (torch.uint8,), shape, device, MADE)
     if cache.shape[0] < 1:
-        checks.value_error("cache", "1 page or more", 0)
+        checks.value_error("cache", "1 page or more", 0, MADE)
     if cache.numel() and not cache[0].is_contiguous():
         checks.value_error("cache", "bytes of a page side by side", cache.stride(), LAYOUT)
     if cache.shape[0] > 1 and (cache.stride(0) % ALIGN or cache.stride(0) < PAGE_BYTES):
         wanted = f"pages a multiple of {ALIGN} bytes apart, {PAGE_BYTES} or more"
-        checks.value_error("cache", wanted, f"{cache.stride(0)} bytes")
+        checks.value_error("cache", wanted, f"{cache.stride(0)} bytes", MADE)
     checks.aligned("cache", cache)
 
 

@@ -131,13 +131,13 @@ def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | Non
     if k_cache is indices is length is None:
         return None
     record = call.record
+    for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):
+        if value is None:
+            checks.value_error(name, "a tensor, as its fellow is given", None)
     if call.cache_dtype not in two_lists.TAKEN:
         rows = f"{record.token_bytes} bytes" if call.is_fp8_kvcache else "bfloat16"
         hint = f"a second cache goes with V4's pages of {v4.RECORD.token_bytes} bytes a token"
         checks.value_error("extra_k_cache", f"None beside rows of {rows}", "a tensor", hint)
-    for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):
-        if value is None:
-            checks.value_error(name, "a tensor, as its fellow is given", None)
     shape = ("num_pages", "page_size", 1, record.token_bytes)
     checks.tensor("extra_k_cache", k_cache, byte_cache.BYTES, shape, call.q.device)
     return Second(PagedKVCache.from_tensors(k_cache, format=record.name), indices, length)
@@ -168,8 +168,15 @@ def _cache_of(call: Call) -> PagedKVCache:
         last, hints = record.token_bytes, _OTHER_ROWS
     shape = ("num_pages", "page_size", 1, last)
     if width in hints and width != last:
-        checks.value_error("k_cache", f"shape {shape}", tuple(k_cache.shape), hints[width])
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", call.channels))
+        wanted = f"shape {checks.shape_text(shape)}"
+        checks.value_error("k_cache", wanted, tuple(k_cache.shape), hints[width])
+    if call.is_fp8_kvcache and call.kv_format is not None and width not in (0, last):
+        wanted = f"shape {checks.shape_text(shape)}, of kv_format={call.kv_format!r}"
+        hint = checks.named_by_width(width).replace("format=", "kv_format=")
+        checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
+    said = checks.query_of(record) if call.is_fp8_kvcache else ""
+    shape_of_q = ("b", "s_q", "num_heads_q", call.channels)
+    checks.tensor("q", q, (torch.bfloat16,), shape_of_q, advice=said)
     _check_lists(call)
     if not call.is_fp8_kvcache:
         checks.tensor("k_cache", k_cache, (torch.bfloat16,), shape, q.device)

@@ -165,7 +165,8 @@ class ContextGroup:
             positions: int32 or int64 (t,), places of tokens in their whole sequences; negative:
                 no token.
             block_table: int32 (b, width), pages of the rank's own tokens.
-            sequences: int32 or int64 (t,), which sequence each token is of; None: one a sequence.
+            sequences: int32 or int64 (t,), which sequence each token is of; a number without a
+                row in the table: no token.  None: one a sequence.
             page_size: of the cache, in tokens.
 
         Returns:
@@ -415,8 +416,12 @@ class ContextGroup:
 
     def _check_query(self, q_nope: Tensor, q_rope: Tensor, tokens: tuple[int, ...]) -> None:
         heads = self.own_heads if self.heads == "gathered" else self.num_heads
-        checks.tensor("q_nope", q_nope, _BF16, (*tokens, heads, KV_LORA_RANK))
-        checks.tensor("q_rope", q_rope, _BF16, (*tokens, heads, QK_ROPE_HEAD_DIM), q_nope.device)
+        said = f"this rank's {heads} of {self.num_heads} heads, or a group of heads='replicated'"
+        if self.heads != "gathered":
+            said = f"all {heads} heads, or a group of heads='gathered'"
+        checks.tensor("q_nope", q_nope, _BF16, (*tokens, heads, KV_LORA_RANK), advice=said)
+        shape = (*tokens, heads, QK_ROPE_HEAD_DIM)
+        checks.tensor("q_rope", q_rope, _BF16, shape, q_nope.device, said)
 
     def _query(self, q_nope: Tensor, q_rope: Tensor, buffers: Buffers) -> Query:
         """All heads' queries as the decode takes them; collective where they are gathered."""

@@ -81,7 +81,11 @@ class Sharding(NamedTuple):
         mine &= column < block_table.shape[1]
         column = column.clamp(0, block_table.shape[1] - 1)
         row = torch.arange(at.numel(), device=at.device) if sequences is None else sequences.long()
-        page = block_table[row, column].long()
+        rows = block_table.shape[0]
+        if not rows:
+            return torch.full_like(at, -1)
+        mine &= (row >= 0) & (row < rows)
+        page = block_table[row.clamp(0, rows - 1), column].long()
         return torch.where(mine, page * page_size + local % page_size, -1)
 
     def block_table(self, block_table: Tensor, page_size: int) -> Tensor:

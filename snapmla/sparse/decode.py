@@ -22,7 +22,7 @@ from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
 from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
-from snapmla.sparse.rows_plan import SparseRowsPlan
+from snapmla.sparse.rows_plan import MAKE_PLAN, SparseRowsPlan
 from snapmla.sparse.two_lists import Second
 
 _Tensor = torch.Tensor  # looked up on every call
@@ -165,9 +165,12 @@ def _checked(call: Call) -> Call:
                 cache_dtype=cache.format,
             )  # fmt: skip
         elif plan.topk != topk:
-            checks.value_error("plan", f"one made for topk {topk}, of both lists", plan.topk)
+            checks.value_error(
+                "plan", f"one made for topk {topk}, of both lists", plan.topk, MAKE_PLAN
+            )
         elif plan.row_limits.shape[0]:
-            checks.value_error("plan", "one without row_lengths beside a second list", "one with")
+            wanted = "one without row_lengths beside a second list"
+            checks.value_error("plan", wanted, "one with", MAKE_PLAN)
     check_indices(indices, rows, plan.topk if plan is not None and extra is None else None, device)
     if plan is None:
         if len(rows) == 2:
@@ -217,13 +220,13 @@ def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
         if isinstance(q, QuantizedQuery):
             hint = f"{record.about} takes queries as they are"
             checks.type_error("q", "a bfloat16 tensor", "a snapmla.QuantizedQuery", hint)
-        checks.query_of_rows(q, torch.bfloat16, 1, record.channels)
+        checks.query_of_rows(q, torch.bfloat16, 1, record.channels, checks.query_of(record))
     else:
         expect_query("q", q)
         expect_cache(cache)
     if isinstance(plan, SparseRowsPlan):
         wanted = f"one made with cache_dtype={cache.format!r}"
-        checks.value_error("plan", wanted, f"one of {plan.cache_dtype!r}")
+        checks.value_error("plan", wanted, f"one of {plan.cache_dtype!r}", MAKE_PLAN)
     if plan is not None and not isinstance(plan, SparsePlan):
         hint = "indices want a plan of snapmla.plan_sparse_decode"
         checks.type_error("plan", "a snapmla.SparsePlan or None", type(plan).__name__, hint)
@@ -240,14 +243,14 @@ def _check_plan(
 ) -> None:
     plan.expect_memory()
     if plan.device != device:
-        checks.value_error("plan", f"a plan on {device}, where q is", plan.device)
+        checks.value_error("plan", f"a plan on {device}, where q is", plan.device, MAKE_PLAN)
     if plan.cache_dtype != cache.format:
         wanted = f"one made with cache_dtype={cache.format!r}"
-        checks.value_error("plan", wanted, repr(plan.cache_dtype))
+        checks.value_error("plan", wanted, repr(plan.cache_dtype), MAKE_PLAN)
     if plan.rows_shape != rows:
         tokens = "b, s_q" if len(rows) == 3 else "total_q"
         wanted = f"one made for ({tokens}, num_heads) = {rows}"
-        checks.value_error("plan", wanted, plan.rows_shape)
+        checks.value_error("plan", wanted, plan.rows_shape, MAKE_PLAN)
 
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:
@@ -385,7 +388,7 @@ def _check_plan_shape(plan: SparsePlan, rows: tuple[int, ...]) -> None:
     if plan._shape_of_rows() != rows:
         tokens = "b, s_q" if len(rows) == 3 else "total_q"
         wanted = f"one made for ({tokens}, num_heads) = {rows}"
-        checks.value_error("plan", wanted, plan._shape_of_rows())
+        checks.value_error("plan", wanted, plan._shape_of_rows(), MAKE_PLAN)
 
 
 _SPARSE = calls.Op("sparse_decode", _checked, _launch, _traced, _parts, _places)

@@ -33,6 +33,10 @@ class SparseVariant(PlanVariant):
         return self.kernels[out_dtype]
 
 
+# What a plan's work list calls the arguments.
+AS_PLANNED = {"cache_seqlens": "topk_length", "row_seqlens": "row_lengths"}
+
+
 class SparsePlan(DecodePlan):
     """A ``DecodePlan`` of sparse decode: ``max_pages`` is the width of ``indices``, ``page_size``
     is 1, whatever the cache's; a unit is one query token, ``unit_rows`` are its heads.
@@ -51,6 +55,31 @@ class SparsePlan(DecodePlan):
         "plan", "call plan.update_(topk_length) once after the lengths change",
     )  # fmt: skip
     _ROWS: ClassVar[str] = "row_lengths"
+
+    def update_(  # as DecodePlan's, which calls these by other names
+        self,
+        topk_length: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        row_lengths: torch.Tensor | None = None,
+    ) -> SparsePlan:
+        """Plans anew for other lengths, in place, as ``DecodePlan.update_``: one launch.
+
+        Args:
+            topk_length: int32 (b,), the same b; what lies beyond ``topk`` is clamped.
+            cu_seqlens_q: int32 (b + 1,), needed with ragged queries.
+            row_lengths: int32 (b, s_q), or (total_q,) with ragged queries, of a plan that was made
+                with such.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        if topk_length is None:
+            checks.type_error("topk_length", "an int32 tensor (b,)", "None")
+        try:
+            super().update_(topk_length, cu_seqlens_q, row_lengths)
+        except (TypeError, ValueError) as error:
+            raise checks.renamed(error, AS_PLANNED, advise=True) from None
+        return self
 
     @functools.cached_property
     def variant(self) -> PlanVariant:

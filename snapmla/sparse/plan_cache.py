@@ -11,7 +11,7 @@ from snapmla import checks, tracing
 from snapmla.decode_plan import DecodePlan
 from snapmla.plan import StepShape
 from snapmla.plan_cache import COUNT, MOST_UNPINNED, Key, Plans, counted
-from snapmla.sparse.plan import MAX_TOPK, SparseOptions, SparsePlan, sparse_lengths
+from snapmla.sparse.plan import AS_PLANNED, MAX_TOPK, SparseOptions, SparsePlan, sparse_lengths
 
 LENGTHS, OWN = 1, 2  # bits of a key: a shape's plans have lengths, of each query token as well
 
@@ -126,17 +126,15 @@ class SparsePlanCache(Plans[SparsePlan]):
             step = StepShape(s_q, topk, total_q, full)
             with self._lock:  # else another thread's new plan might give up these lengths
                 lengths = self._lengths(topk_length, batch, topk)
-                return self._new(key, step, pin, lengths, cu_seqlens_q, row_lengths)
+                try:
+                    return self._new(key, step, pin, lengths, cu_seqlens_q, row_lengths)
+                except (TypeError, ValueError) as error:
+                    raise checks.renamed(error, AS_PLANNED, advise=True) from None
         if topk_length is None:
             if s_q is not None and cu_seqlens_q is None and row_lengths is None:
                 return plan
             topk_length = self._whole[plan.batch, plan.topk]
-        try:
-            plan.update_(topk_length, cu_seqlens_q, row_lengths)
-        except (TypeError, ValueError):  # which calls it as a plan does: cache_seqlens
-            checks.tensor("topk_length", topk_length, (torch.int32,), (plan.batch,), self._device)
-            raise
-        return plan
+        return plan.update_(topk_length, cu_seqlens_q, row_lengths)
 
     def _key(
         self,

@@ -20,6 +20,7 @@ from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import MAX_TOPK, SparsePlan, plan_sparse_decode
+from snapmla.sparse.rows_plan import MAKE_PLAN
 
 Tensor = torch.Tensor
 FP8Results = tuple[Tensor, None, Tensor]
@@ -112,6 +113,9 @@ def prefill_from_fp8(
         plan = plan_sparse_prefill(
             heads, s_q, topk=indices.shape[-1], topk_length=topk_length, device=q.device
         )
+    elif isinstance(plan, SparsePlan) and plan.topk != indices.shape[-1]:
+        wanted = f"one made for topk {indices.shape[-1]}, the width of indices"
+        checks.value_error("plan", wanted, plan.topk, MAKE_PLAN.replace("_decode", "_prefill"))
     one = QuantizedQuery(*(x.unsqueeze(1) for x in (q.nope, q.rope, q.scale)))
     made, sums = sparse_decode(
         one, cache, indices, softmax_scale=softmax_scale, topk_length=topk_length,

@@ -24,7 +24,7 @@ from snapmla.plan import sm_count
 from snapmla.quant import QuantizedQuery, named
 from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
 from snapmla.sparse.rows_kernel import kernel_of
-from snapmla.sparse.rows_plan import ROWS, SparseRowsPlan, plan_rows
+from snapmla.sparse.rows_plan import MAKE_PLAN, ROWS, SparseRowsPlan, plan_rows
 
 Tensor = torch.Tensor
 _BF16 = (torch.bfloat16,)
@@ -152,7 +152,7 @@ def _checked(call: Call) -> Call:
     else:
         plan.expect_memory()
         if plan.device != device:
-            checks.value_error("plan", f"a plan on {device}, where q is", plan.device)
+            checks.value_error("plan", f"a plan on {device}, where q is", plan.device, MAKE_PLAN)
         check_plan_shape(plan, rows)
     check_options(call, rows, device)
     read = {
@@ -176,7 +176,7 @@ def check_plan_shape(plan: SparseRowsPlan, rows: tuple[int, ...]) -> None:
     """That a plan is for this call's rows."""
     if plan.rows_shape != rows:
         wanted = f"one made for (b, s_q, num_heads) = {rows}"
-        checks.value_error("plan", wanted, plan.rows_shape)
+        checks.value_error("plan", wanted, plan.rows_shape, MAKE_PLAN)
 
 
 def _ready(call: Call) -> Ready:

@@ -21,6 +21,7 @@ from snapmla import checks, launch, tracing
 from snapmla.plan import sm_count
 from snapmla.sparse.rows_kernel import ROW_TILES, row_tile_of, split_row_tile_of
 
+MAKE_PLAN = "make one for this step's shapes with snapmla.plan_sparse_decode"
 Tensor = torch.Tensor
 ROWS = "bf16"  # the format of the caches that these plans are for
 MAX_PIECES = 32  # of a list, where they fill the device; merge reads up to 16 at once

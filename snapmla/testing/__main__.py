@@ -139,7 +139,9 @@ def run(
         took = time.perf_counter() - started
         right = result.passed and not found
         failed |= not right
-        console.print(f"{name}: {'ok' if right else 'FAILED'} {result.summary} ({took:.1f} s)")
+        watched = ", no hazards" if options.hazards != "off" and not found else ""
+        verdict = f"{'ok' if right else 'FAILED'} {result.summary}{watched}"
+        console.print(f"{name}: {verdict} ({took:.1f} s)")
         for text in dict.fromkeys(map(str, found)):
             console.print(text)
     raise typer.Exit(1 if failed else 0)

@@ -179,6 +179,16 @@ def calls_of_one_rank(step: context_job.Step) -> None:
     assert out.shape == (0, 1, 2, 512) and lse.shape == (0, 2, 1)
 
 
+def test_slots_of_tokens_of_no_sequence() -> None:
+    """A sequence without a row in the table has no slot, as a position behind it has none."""
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    for dtype in (torch.int32, torch.int64):
+        at, of = torch.tensor([5, 5, 5, 5, 200]), torch.tensor([0, 7, -1, 1, 1], dtype=dtype)
+        got = Sharding(0, 1, 1).slots(at, table, of, PAGE)
+        assert got.tolist() == [3 * PAGE + 5, -1, -1, 5, -1]
+    assert Sharding(0, 1, 1).slots(at, table[:0], of, PAGE).tolist() == [-1] * 5
+
+
 def wrong_calls(
     step: context_job.Step, group: ContextGroup, plan: Any, q_nope: Tensor, q_rope: Tensor
 ) -> list[tuple[Any, type[Exception], str]]:
@@ -199,6 +209,18 @@ def wrong_calls(
     return [
         (decode(q_nope.float()), TypeError, "q_nope: expected dtype bfloat16"),
         (decode(torch.cat([q_nope] * 2, 2)), ValueError, r"q_nope: expected shape \(4, 2, 2, 512"),
+        (
+            decode(torch.cat([q_nope] * 2, 2)),
+            ValueError,
+            r"(?s)q_nope: .*\(this rank's 2 of 4 heads, or a group of heads='replicated'\)",
+        ),
+        (
+            lambda: ContextGroup(num_heads=4, heads="replicated")._check_query(
+                q_nope, q_rope, tuple(q_nope.shape[:2])
+            ),
+            ValueError,
+            r"(?s)q_nope: .*\(all 4 heads, or a group of heads='gathered'\)",
+        ),
         (decode(at=plan.plan), ValueError, "plan: expected a ContextPlan of this group"),
         (decode(out=q_nope.half()), TypeError, "out: expected dtype bfloat16 or float32"),
         (decode(lse=torch.zeros(4, 2)), ValueError, r"lse: expected shape \(4, 2, 2\)"),

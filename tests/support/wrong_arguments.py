@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,11 @@ def plan_arguments() -> dict[str, Any]:
     return {
         "cache_seqlens": lengths, "num_heads": H, "s_q": 1, "page_size": 64, "max_pages": 3,
     }  # fmt: skip
+
+
+def sparse_plan() -> snapmla.SparsePlan:
+    """The same tables as a sparse plan's."""
+    return snapmla.SparsePlan(**{f.name: getattr(plan(), f.name) for f in fields(DecodePlan)})
 
 
 def plan_cache() -> PlanCache:
@@ -803,6 +809,13 @@ WRONG: dict[str, list[Row]] = {
          r"content: expected shape \(num_pages, page_size, 576\)", "docs/formats.md draws them"),
         ("content", ones(PAGES, P, 512), ValueError, "rope: expected a tensor beside FP8 content, got None",
          "content, rope and scale make an FP8 cache"),
+        ("content", ones(PAGES, P, 1, 656), ValueError,
+         "format: expected the name of what has 656 bytes a token, got None", "format='fp8_ds_mla' has 656 bytes"),
+        ("content", ones(PAGES, P, 584), ValueError,
+         "format: expected the name of what has 584 bytes a token, got None", "format='fp8_v4' has 584 bytes"),
+        ("content", torch.zeros((PAGES, P, 1, 528), dtype=torch.int8), ValueError,
+         "format: expected the name of what has 528 bytes a token, got None",
+         "format='fp8_v41_planar' or 'fp8_v41_rows' or 'fp8_nope' has 528"),
     ],
     "plan_decode": [
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64",
@@ -889,6 +902,13 @@ WRONG: dict[str, list[Row]] = {
          "cu_seqlens_q: expected None: the plan is for s_q = 2, got a tensor", "makes one for ragged"),
         ("row_seqlens", torch.ones(B, S_Q, dtype=I32), ValueError,
          "row_seqlens: expected None: the plan is without, got a tensor", "makes one that takes it"),
+    ],
+    "SparsePlan.update_": [
+        ("topk_length", None, TypeError, "topk_length: expected an int32 tensor .b,., got None", "how many entries"),
+        ("topk_length", torch.ones(B + 1, dtype=I32), ValueError, r"topk_length: expected shape \(2,\), got \(3,\)", "how many entries"),
+        ("topk_length", torch.ones(B, dtype=I64), TypeError, "topk_length: expected dtype int32", "torch.int32"),
+        ("row_lengths", torch.ones(B, S_Q, dtype=I32), ValueError,
+         "row_lengths: expected None: the plan is without, got a tensor", "makes one that takes it"),
     ],
     "with_workspace": [
         ("o_accum", torch.zeros(4, 16, 528, dtype=F16), ValueError,
@@ -1182,6 +1202,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "allocate": lambda: {"num_pages": 2, "page_size": 64, "layout": "split", "device": "cpu"},
     "query": query_arguments,
     "update_": lambda: {"cache_seqlens": torch.ones(B, dtype=I32)},
+    "SparsePlan.update_": lambda: {"topk_length": torch.ones(B, dtype=I32)},
     "with_workspace": workspace_arguments,
     "PlanCache": lambda: {"num_heads": H, "page_size": P, "device": "cpu"},
     "PlanCache.get": lambda: {"cache_seqlens": torch.ones(B, dtype=I32), "s_q": 1, "max_pages": 3},
@@ -1220,6 +1241,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "fetch_dequant_chunks": snapmla.fetch_dequant,
     "fetch_rows": snapmla.fetch_dequant,
     "update_": lambda **arguments: plan().update_(**arguments),
+    "SparsePlan.update_": lambda **arguments: sparse_plan().update_(**arguments),
     "with_workspace": lambda **arguments: plan().with_workspace(**arguments),
     "PlanCache.get": lambda **arguments: plan_cache().get(**arguments),
     "PlanCache.release": lambda **arguments: plan_cache().release(**arguments),

@@ -1,0 +1,31 @@
+"""What to change where a tensor does not fit a cache's format: said by the format's record."""
+
+from __future__ import annotations
+
+from dsl_kernels.cache_records.record import Record
+from dsl_kernels.families.formats import FORMATS
+
+
+def named_by_width(width: int) -> str:
+    """Who has tokens of so many bytes and is told by its name alone; empty: nobody."""
+    named = {name: each.token_bytes for name, each in FORMATS.items() if each.named}
+    names = [repr(name) for name, size in named.items() if size == width]
+    return "" if not names else f"format={' or '.join(names)} has {width} bytes a token"
+
+
+def tokens_of(record: Record) -> str:
+    """How ``append_kv`` takes tokens of a format: its two arguments, of a joint row."""
+    content = record.content.count
+    if not record.rope_channels:
+        return f"{record.about} takes joint[:, :{content}] and k_rope=None: it keeps no RoPE apart"
+    return (
+        f"{record.about} takes the latent alone: joint[:, :{content}], with "
+        f"k_rope=joint[:, {content}:]"
+    )
+
+
+def query_of(record: Record) -> str:
+    """What a query over a format has."""
+    channels, rope = record.channels, record.rope_channels
+    parts = f"{channels - rope}, then {rope} of RoPE" if rope else "all of them its content's"
+    return f"queries over {record.about} have {channels} channels: {parts}"

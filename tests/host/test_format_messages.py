@@ -1,0 +1,239 @@
+"""Tensors of another format than the call's: each sentence names what really fits."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import snapmla
+from dsl_kernels.families.formats import FORMATS
+from snapmla import PagedKVCache, dsa, flash_mla
+
+PAGES, PAGE, HEADS = 2, 64, 8
+BYTES = {name: each for name, each in FORMATS.items() if each.named}
+I32, BF16 = torch.int32, torch.bfloat16
+
+
+def cache_of(name: str) -> PagedKVCache:
+    dtype: Any = {"bf16": BF16, "f16": torch.float16}.get(name, name)
+    return PagedKVCache.allocate(PAGES, PAGE, device="cpu", dtype=dtype)
+
+
+def pool_of(name: str) -> torch.Tensor:
+    return torch.zeros(PAGES, PAGE, 1, FORMATS[name].token_bytes, dtype=torch.uint8)
+
+
+def said(call: Any, error: type[Exception] = ValueError) -> str:
+    """What a refused call says; all numbers and format names in it."""
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def names_in(text: str) -> set[str]:
+    """Formats that a sentence names in quotes."""
+    return set(re.findall(r"'(\w+)'", text)) & set(FORMATS)
+
+
+def joint(channels: int) -> torch.Tensor:
+    return torch.zeros(3, channels, dtype=BF16)
+
+
+# ---------------------------------------------------------------- caches
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_pool_without_its_name_is_told_who_has_its_width(name: str) -> None:
+    for pool in (pool_of(name), pool_of(name).squeeze(2), pool_of(name).view(torch.int8)):
+        text = said(lambda pool=pool: PagedKVCache.from_tensors(pool))
+        alike = {n for n, each in BYTES.items() if each.token_bytes == FORMATS[name].token_bytes}
+        assert text.startswith("format: expected the name of what has ")
+        assert names_in(text) == alike and f"{FORMATS[name].token_bytes} bytes" in text
+
+
+def test_a_word_that_formats_begin_with_is_told_all_of_them() -> None:
+    text = said(lambda: PagedKVCache.allocate(2, 64, device="cpu", dtype="fp8_v41"))
+    assert text.endswith("(did you mean 'fp8_v41_planar' or 'fp8_v41_rows'?)")
+    pool = pool_of("fp8_v41_rows")
+    text = said(lambda: PagedKVCache.from_tensors(pool, format="fp8_v41"))
+    assert text.endswith("(did you mean 'fp8_v41_planar' or 'fp8_v41_rows'?)")
+
+
+@pytest.mark.parametrize(("name", "given"), list(itertools.permutations(BYTES, 2)))
+def test_a_pool_of_another_width_under_a_name(name: str, given: str) -> None:
+    if FORMATS[name].token_bytes == FORMATS[given].token_bytes:
+        return  # which no width tells apart
+    text = said(lambda: PagedKVCache.from_tensors(pool_of(given), format=name))
+    assert f"{FORMATS[name].token_bytes})" in text.partition(", got")[0]
+
+
+# ---------------------------------------------------------------- tokens and queries
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("other", ["fp8", "fp8_v4", "fp8_nope"])
+def test_tokens_of_another_format(name: str, other: str) -> None:
+    """c_kv and k_rope as ``other`` splits a joint row."""
+    fmt, cut = FORMATS[name], FORMATS[other].content.count
+    rope = FORMATS[other].rope_channels
+    if (cut, rope) == (fmt.content.count, fmt.rope_channels):
+        return
+    row = joint(cut + rope)
+    slots = torch.arange(3, dtype=I32)
+    cache = cache_of(name)
+    dtype = cache.dtype if fmt.rows else BF16
+    row = row.to(dtype)
+    text = said(
+        lambda: snapmla.append_kv(cache, row[:, :cut], row[:, cut:] if rope else None, slots)
+    )
+    assert text.startswith(("c_kv: expected shape (n, ", "k_rope: expected shape (3, "))
+    _, _, hint = text.partition(", got ")
+    assert f"joint[:, :{fmt.content.count}]" in hint or (text[0] == "k" and not fmt.named)
+    if fmt.named:
+        assert names_in(hint) == {name}
+        assert ("k_rope=None" in hint) == (not fmt.rope_channels)
+        assert f"joint[:, {fmt.content.count}:]" in hint or not fmt.rope_channels
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_queries_of_another_format(name: str, sparse: bool) -> None:
+    channels = {512: 576, 576: 512}[FORMATS[name].channels]
+    cache, q = cache_of(name), torch.zeros(1, 1, HEADS, channels, dtype=BF16)
+    table, lengths = torch.zeros(1, 2, dtype=I32), torch.ones(1, dtype=I32)
+
+    def call() -> None:
+        if sparse:
+            indices = torch.zeros(1, 1, 64, dtype=I32)
+            snapmla.decode(q, cache, indices=indices, softmax_scale=1.0)
+        else:
+            snapmla.decode(q, cache, table, lengths, softmax_scale=1.0)
+
+    text = said(call)
+    assert text.startswith("q: expected shape (b, s_q, num_heads, ")
+    hint = text.partition(f"{channels}) (")[2]
+    assert names_in(hint) == {name} and f"{FORMATS[name].channels} channels" in hint
+    assert "then 64 of RoPE" in hint or not FORMATS[name].rope_channels
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_query_kinds_that_do_not_go_with_bytes(name: str) -> None:
+    """A quantised query; the sentence says that of this format."""
+    q = torch.zeros(1, 1, HEADS, 576, dtype=BF16)
+    query, cache = (
+        snapmla.QuantizedQuery(
+            q[..., :512].to(torch.float8_e4m3fn), q[..., 512:].contiguous(), torch.ones(1, 1, HEADS)
+        ),
+        cache_of(name),
+    )
+    indices = torch.zeros(1, 1, 64, dtype=I32)
+    text = said(lambda: snapmla.decode(query, cache, indices=indices, softmax_scale=1.0), TypeError)
+    assert names_in(text) == {name}
+
+
+# ---------------------------------------------------------------- FlashMLA's names
+
+
+def flash(k_cache: torch.Tensor, channels: int, **options: Any) -> Any:
+    q = torch.zeros(1, 1, HEADS, channels, dtype=BF16)
+    indices = torch.zeros(1, 1, 64, dtype=I32)
+    return flash_mla.flash_mla_with_kvcache(
+        q, k_cache, None, None, 512, flash_mla.get_mla_metadata()[0],
+        **{"is_fp8_kvcache": True, "indices": indices, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given"), list(itertools.permutations(BYTES, 2)))
+def test_a_k_cache_of_another_format_than_kv_format(name: str, given: str) -> None:
+    """The cache is blamed, and who has its width is named, whatever channels the query has."""
+    width = FORMATS[given].token_bytes
+    if FORMATS[name].token_bytes == width:
+        return
+    for channels in (512, 576):
+        text = said(lambda c=channels: flash(pool_of(given), c, kv_format=name))
+        assert text.startswith("k_cache: expected shape (num_pages, page_size, 1, "), text
+        wanted, _, hint = text.partition(", got ")
+        assert f"{FORMATS[name].token_bytes})" in wanted
+        alike = {n for n, each in BYTES.items() if each.token_bytes == width}
+        assert names_in(hint) == alike or "three formats have 528" in hint, text
+
+
+def test_other_sentences_of_flash_mla() -> None:
+    pool = pool_of("fp8_ds_mla")
+    text = said(lambda: flash(pool[..., :600], 576))
+    assert "shape (num_pages, page_size, 1, 656), got" in text
+    text = said(lambda: flash(pool_of("fp8_v4"), 576))
+    assert text.startswith("q: expected shape") and names_in(text) == {"fp8_v4"}
+    extra = torch.zeros(1, 1, 64, dtype=I32)
+    for pool in (pool_of("fp8_ds_mla"), pool_of("fp8_v4")):
+        channels = 576 if pool.shape[-1] == 656 else 512
+        text = said(lambda p=pool, c=channels: flash(p, c, extra_indices_in_kvcache=extra))
+        assert text == "extra_k_cache: expected a tensor, as its fellow is given, got None"
+    text = said(lambda: flash(pool_of("fp8_v4"), 512, extra_k_cache=pool_of("fp8_v4")))
+    assert text.startswith("extra_indices_in_kvcache: expected a tensor")
+
+
+# ---------------------------------------------------------------- the indexer's cache, plans
+
+
+def test_an_index_cache_is_not_made_by_the_cache_of_latents() -> None:
+    k, slots = torch.zeros(3, 128, dtype=BF16), torch.arange(3)
+    for cache in (torch.zeros(4, 32, 132, dtype=torch.uint8), torch.zeros(0, 64, 132).byte()):
+        text = said(lambda c=cache: dsa.append_index_k(c, k, slots))
+        assert "torch.zeros(pages, 64, 132, dtype=torch.uint8)" in text
+    for cache in (cache_of("fp8"), torch.zeros(4, 64, 132)):
+        text = said(lambda c=cache: dsa.append_index_k(c, k, slots), TypeError)
+        assert "torch.zeros(pages, 64, 132, dtype=torch.uint8)" in text or "uint8" in text
+        assert "PagedKVCache.allocate" not in text
+
+
+@pytest.mark.parametrize("name", [n for n, each in FORMATS.items() if each.sparse or n == "bf16"])
+def test_a_sparse_plan_of_another_format_or_shape(name: str) -> None:
+    """What to make is sparse decode's plan, or prefill's."""
+    indices = torch.zeros(1, 1, 64, dtype=I32)
+
+    def plan(of: str, heads: int = HEADS, topk: int = 64) -> Any:
+        return snapmla.plan_sparse_decode(
+            heads, 1, topk=topk, batch=1, device="cpu", cache_dtype=of
+        )
+
+    cache, q = cache_of(name), torch.zeros(1, 1, HEADS, FORMATS[name].channels, dtype=BF16)
+    query: Any = q
+    if FORMATS[name].quantized_query:
+        query = snapmla.quantize_q(q[..., :512], q[..., 512:])
+    other = "fp8_ds_mla" if name == "fp8" else "fp8"
+    for given in (plan(other), plan(name, 16)):
+        with pytest.raises((TypeError, ValueError), match="^plan: ") as caught:
+            snapmla.decode(query, cache, indices=indices, softmax_scale=1.0, plan=given)
+        assert "plan_sparse_decode" in str(caught.value)
+
+
+def test_a_prefill_plan_of_another_topk() -> None:
+    q = torch.zeros(3, HEADS, 576, dtype=BF16)
+    query = snapmla.quantize_q(q[..., :512], q[..., 512:])
+    plan = snapmla.plan_sparse_prefill(HEADS, 3, topk=64, device="cpu")
+    indices = torch.zeros(3, 1, 128, dtype=I32)
+    text = said(lambda: snapmla.sparse_prefill(query, cache_of("fp8"), indices, 1.0, plan=plan))
+    assert text.startswith("plan: expected one made for topk 128, the width of indices, got 64 (")
+    assert "plan_sparse_prefill" in text
+
+
+def test_a_sparse_plan_calls_its_lengths_topk_length() -> None:
+    ones = torch.ones(2, dtype=I32)
+    plan = snapmla.plan_sparse_decode(HEADS, 1, topk=64, topk_length=ones)
+    assert plan.update_(ones) is plan
+    for given, error in (
+        ((), TypeError), ((ones.long(),), TypeError), ((ones[:1],), ValueError),
+        ((ones[None],), ValueError), ((ones.repeat(2)[::2],), ValueError), (([1, 2],), TypeError),
+    ):  # fmt: skip
+        assert said(lambda g=given: plan.update_(*g), error).startswith("topk_length: expected ")
+    cached = snapmla.SparsePlanCache(HEADS, device="cpu")
+    rows = torch.ones(2, 3, dtype=I32)
+    for _ in range(2):  # a new shape, and a known one
+        text = said(lambda: cached.get(ones, 1, topk=64, row_lengths=rows))
+        assert text.startswith("row_lengths: expected shape")
+        cached.get(ones, 1, topk=64, row_lengths=rows[:, :1].contiguous())
