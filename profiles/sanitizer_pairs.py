@@ -15,10 +15,11 @@ import dsl_kernels
 SOURCES = Path(dsl_kernels.__file__).parent
 CAUSE = (
     "racecheck follows an mbarrier's arrival from the thread that arrives, and here one lane "
-    "arrives for its warp.  The other lanes' accesses come before it by `bar.warp.sync`, which "
-    "orders memory among the lanes that take part; the arrival releases, the wait acquires, and "
-    "causality order is transitive.  The software GPU's hazard check follows every lane: without "
-    "the `bar.warp.sync` it reports such a pair, with it none under any schedule."
+    "arrives for its warp.  The other lanes' accesses come before it by `bar.warp.sync` or a named "
+    "barrier, which order memory among the threads that take part; the arrival releases, the wait "
+    "acquires, and causality order is transitive.  The software GPU's hazard check follows every "
+    "lane: it finds these kernels clean under every schedule, and reports the pair where nothing "
+    "brings the lanes together before the arrival."
 )
 
 
