@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import resource
+import statistics
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -25,13 +26,15 @@ from codegen import artifacts, toolchain
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
+from tests.support import calibration
 from tests.support.variants import called_for, shipped
 
 pytest_plugins = ["softgpu.pytest_plugin", "pytester"]
 
 PRECOMPILED = pytest.StashKey[float]()  # when that had ended
 LAST_REPORT = pytest.StashKey[float]()  # CPU seconds of the process then
-BUDGET = 2 * 15 * 60  # CPU seconds of `make test`: 15 minutes on two idle cores
+CALIBRATED = pytest.StashKey[float]()  # CPU seconds of the process at its last calibration
+COMPILING = pytest.StashKey[tuple[float, list[float]]]()  # CPU seconds, those of fixed compiles
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,7 +69,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     names = f": {' '.join(s.name for s in specs)}" if config.getoption("verbose") > 0 else ""
     print(f"{len(specs)} of {every} variants (-v names them){names}", flush=True)
     print(f"precompiling them into {artifacts.default_dir()}", flush=True)
-    report = precompile(called_for(specs), artifacts.default_dir())
+    before, needed = sum(cpu_seconds()), called_for(specs)
+    compiles = calibration.Compiles(len(needed) // (calibration.COMPILES + 1))
+    report = precompile(needed, artifacts.default_dir(), progress=compiles)
+    config.stash[COMPILING] = sum(cpu_seconds()) - before, compiles.seconds
     config.stash[PRECOMPILED] = time.time()
     print(f"{len(report.built)} built, {len(report.reused)} up to date", flush=True)
     for (
@@ -84,9 +90,16 @@ def cpu_seconds() -> tuple[float, float]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Writes into a report what this process has taken since the report before."""
+    """Writes into a report what this process has taken since the report before.
+
+    Under ``--precompile`` now and then the calibration too, while other workers are at work.
+    """
     report = yield
     now = sum(cpu_seconds())
+    begun = item.config.stash.setdefault(CALIBRATED, now)
+    if item.config.getoption("--precompile") and now - begun >= calibration.EVERY:
+        item.config.stash[CALIBRATED] = now
+        report.calibration = calibration.work()
     report.cpu_seconds = now - item.config.stash.get(LAST_REPORT, now)
     item.config.stash[LAST_REPORT] = now
     return report
@@ -99,16 +112,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """CPU seconds of this process, the workers (reaped by now), compilers and other children."""
     user, system = cpu_seconds()
-    terminalreporter.write_line(
-        f"CPU seconds: {user + system:.0f} (user {user:.0f}, system {system:.0f}); "
-        f"`make test` may take {BUDGET}: 15 minutes on two idle cores"
-    )
-    since = terminalreporter.config.stash.get(PRECOMPILED, None)
-    if since is None:
-        return
-    by_file = Counter[str]()
+    stash = terminalreporter.config.stash
+    by_file, works = Counter[str](), []
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         by_file[getattr(report, "nodeid", "").split("::")[0]] += getattr(report, "cpu_seconds", 0)
+        if (took := getattr(report, "calibration", None)) is not None:
+            works.append(took)
+    compiling, compiles = stash.get(COMPILING, (0.0, []))
+    cost = calibration.Cost(compiling, user + system - compiling, compiles, works)
+    units = "" if cost.units is None else f", {cost.units:.0f} units"
+    terminalreporter.write_line(
+        f"CPU seconds: {user + system:.0f} (user {user:.0f}, system {system:.0f}){units}; "
+        f"`make test` may take {calibration.CEILING} units (CONTRIBUTING.md, The budget)"
+    )
+    since = stash.get(PRECOMPILED, None)
+    if since is None:
+        return
+    terminalreporter.write_line(
+        f"compiling took {compiling:.0f} of them; fixed compiles {_listed(compiles)}, fixed work "
+        f"{_listed(works)}"
+    )
     most = ", ".join(f"{name} {seconds:.0f}" for name, seconds in by_file.most_common(20))
     terminalreporter.write_line(f"CPU seconds of the files that took most: {most}")
     if late := _compiled_since(since):
@@ -116,6 +139,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "compiled on demand, at 4 CPU seconds more each than those that "
             f"tests/support/variants.py names: {' '.join(late)}"
         )
+
+
+def _listed(seconds: list[float]) -> str:
+    """Of how many measurements which median."""
+    return f"{len(seconds)} of {statistics.median(seconds):.3f} s" if seconds else "none"
 
 
 def _compiled_since(moment: float) -> list[str]:

@@ -30,13 +30,18 @@ CALLED_FOR = (
     "dense_decode_split_r16_p64_df16_sm90a", "merge_of32_sm100a",
 )  # fmt: skip
 
+# Of the test set, left to ``--whole-matrix``: SM100 has never run, and pages of 16 tokens stand for
+# those that are no tile.  Built and run, one takes as long as 25 CPU seconds.
+RARELY = ("decode_ws_r64_p32_obf16_sm100a", "decode_ws_r64_p128_obf16_sm100a")
+
 
 def shipped(*, whole: bool) -> list[VariantSpec]:
-    """Of both architectures: every variant, or the test set of them."""
+    """Of both architectures: every variant, or the test set of them but for ``RARELY``."""
     if not toolchain.have_compiler():  # without it nothing is known of the matrix
         return []
     pick = matrix.default_specs if whole else matrix.sample_specs
-    return [spec for arch in ARCHS for spec in pick(arch)]
+    found = [spec for arch in ARCHS for spec in pick(arch)]
+    return [spec for spec in found if whole or spec.name not in RARELY]
 
 
 def called_for(specs: list[VariantSpec]) -> list[VariantSpec]:
