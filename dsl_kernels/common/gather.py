@@ -75,12 +75,7 @@ class TokenLists(WorkList):
         each = call.rows_each
         first = Int32(cutlass.select_(each > 0, batch * each, first))
         end = compat.at_most(first + call.by_heads.divisor, call.rows)
-        first, stands = first + of_slot, Int32(1)
-        if call.witness != 0:
-            of_sequence = compat.at_most(Int32(words[1]), call.rows)
-            own = (batch, first, end, of_sequence, Int32(words[3]))
-            stands, hidden_from = self.compared(work, call, own, hidden_from, rows_cta)
-        return Rows(first, end, of_slot, hidden_from, stands)
+        return Rows(first + of_slot, end, of_slot, hidden_from)
 
     def room(self, work):
         """Entries of a row."""

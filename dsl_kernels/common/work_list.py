@@ -134,25 +134,32 @@ class WorkList:
         each = call.rows_each
         first = Int32(cutlass.select_(each > 0, batch * each, first))
         end = Int32(cutlass.select_(each > 0, first + each, compat.at_most(end, call.rows)))
-        first, stands = first + of_slot, Int32(1)
-        if const_expr(work.cu_seqlens_q is not None):  # noqa: SIM102 (only this is at compile time)
-            if call.witness != 0:
-                own = (batch, first, end, end, Int32(words[3]))
-                stands, hidden_from = self.compared(work, call, own, hidden_from, rows_cta)
-        return Rows(first, end, of_slot, hidden_from, stands)
+        return Rows(first + of_slot, end, of_slot, hidden_from)
 
     @cute.jit
-    def compared(self, work, call, item, hidden_from, rows_cta: cutlass.Constexpr):
+    def witnessed_rows_at(self, work, call, i, batch, rows_cta: cutlass.Constexpr):
+        """``rows_at``, and whether the item stands and what its rows see by the call's witness.
+
+        The role asks that masks tokens and finishes rows.  Others do not: to them items are what
+        the plan says, and each instruction in front of an item's first load would cost all calls.
+        """
+        rows = self.rows_at(work, call, i, batch, rows_cta)
+        stands, hidden_from = Int32(1), rows.hidden_from
+        if const_expr(work.cu_seqlens_q is not None):  # noqa: SIM102 (only this is at compile time)
+            if call.witness != 0:
+                stands, hidden_from = self.compared(work, call, i, batch, rows, rows_cta)
+        return Rows(rows.first, rows.end, rows.of_slot, hidden_from, stands)
+
+    @cute.jit
+    def compared(self, work, call, i, batch, rows, rows_cta: cutlass.Constexpr):
         """(``Rows.stands``, ``Rows.hidden_from``) of an item, by what the call says itself.
 
         An item stands if its sequence's rows end where ``cu_seqlens_q`` has it and none lies in
         front of them, and if its tiles hold every token that the CTA's rows see.
-
-        Args:
-            item: (sequence, the CTA's first row, behind its last one at most, behind the
-                sequence's last one, tokens that the plan lets some of the item's rows see).
         """
-        batch, first, end, end_of_sequence, most = item
+        words = compat.load_words(work.work_items.iterator + (i * ITEM_WORDS + 4), 4)
+        end_of_sequence, hidden_from, most = (Int32(word) for word in words[1:])
+        first, end = rows.first, rows.end
         heads, stands = call.by_heads.divisor, Int32(1)
         if work.cu_seqlens_q.shape[0] > 0:
             tokens = call.by_tokens.divisor  # ragged queries are one row of tokens

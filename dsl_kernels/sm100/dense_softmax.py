@@ -54,7 +54,7 @@ class Softmax:
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(gmem.work, i)
-            rows = self.work.rows_at(gmem.work, call, i, batch, self.form.rows)
+            rows = self.work.witnessed_rows_at(gmem.work, call, i, batch, self.form.rows)
             factor, limit = self.work.row_facts(gmem.work, call, batch, rows.first + row, rows.end)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             running[0], running[1] = Float32(NEVER), Float32(0.0)

@@ -90,7 +90,7 @@ class Softmax:
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(gmem.work, i)
-            rows = self.work.rows_at(gmem.work, call, i, batch, self.form.rows)
+            rows = self.work.witnessed_rows_at(gmem.work, call, i, batch, self.form.rows)
             factor, limit = row_facts(self.work, gmem, call, batch, rows, row)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             seqlen = self.work.seqlen_of(gmem.work, batch)

@@ -148,7 +148,7 @@ class Form:
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
+            rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             for x in cutlass.range_constexpr(n):
                 row = self.fragment.row_at(wwarp, tidx % 32, x)
                 factor[x], limit[x] = self.parts.row_facts(cta, batch, rows, row)

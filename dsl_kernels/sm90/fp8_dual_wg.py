@@ -181,7 +181,7 @@ class DualWg:
         qst, ka, pst = consumer(1), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, call, i, batch, ROWS)
+            rows = self.parts.work.witnessed_rows_at(gmem.work, call, i, batch, ROWS)
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, call, batch, rows, self.thread_row() + 8 * x
@@ -206,7 +206,9 @@ class DualWg:
                 pst.advance()
             q_pipe.consumer_release(qst)
             qst.advance()
-            rows = self.parts.work.rows_at(gmem.work, call, i, batch, ROWS)  # again: registers
+            rows = self.parts.work.witnessed_rows_at(
+                gmem.work, call, i, batch, ROWS
+            )  # again: registers
             self.finish_item(me, st, acc_O, m_ref, l_run, gmem.results, call, slot, rows)
 
     def vt_view(self, st):

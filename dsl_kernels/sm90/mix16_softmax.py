@@ -97,7 +97,7 @@ class MixSoftmax(RowFrames):
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
+            rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             note(cta.st, items, wwarp, slot, rows)
             facts = self.begin_item(cta, qst, batch, rows, l_run, wwarp)
             kst, blocks = self.tiles(cta, tools, (first, last), (qst, kst, blocks), l_run, facts)

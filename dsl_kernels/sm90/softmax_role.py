@@ -88,7 +88,7 @@ class SoftmaxRole:
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
+            rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             for x in cutlass.range_constexpr(n_rows):
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, cta.call, batch, rows, row_of[x]
