@@ -86,11 +86,18 @@ class TokenLists(WorkList):
         """(this item's row of the table, how many of its entries count)."""
         rows = self.rows_at(work, call, i, batch, 0)
         token, _ = divmod(compat.at_most(rows.first, call.rows - 1), call.by_heads)
-        b, s = divmod(token, call.by_tokens)
+        b, s = self.place_of(work, token, batch)
         count = self.seqlen_of(work, batch)
         if work.row_limits.shape[0] > 0:
             count = cutlass.min(work.row_limits[token], count)
         return work.block_table[b, s, None], count
+
+    def place_of(self, work, token, batch):
+        """(b, s) of a query token of sequence ``batch`` in the table, inside it whatever the item
+        says: without the division, which is in front of an item's first load."""
+        b_q, s_q, _ = work.block_table.shape
+        b = Int32(cutlass.select_(Int32(b_q) > 1, batch, Int32(0)))  # ragged ones are one row
+        return b, compat.at_most(token - b * s_q, s_q - 1)
 
 
 class Tokens(NamedTuple):

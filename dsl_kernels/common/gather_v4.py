@@ -72,13 +72,15 @@ class Lists(NamedTuple):
     """A query token's lists.
 
     Attributes:
-        row, extra_row: of the tables, of the query token.
+        work: whose tables they are rows of.
+        b, s: which row.
         tiles: of the first list; those from there on are the second one's.
         count, extra_count: how many entries count.
     """
 
-    row: Any
-    extra_row: Any
+    work: TwoWork
+    b: Any
+    s: Any
     tiles: Any
     count: Any
     extra_count: Any
@@ -96,7 +98,7 @@ class TwoLists(TokenLists):
         """``Lists`` of this item, twice."""
         rows = self.rows_at(work, call, i, batch, 0)
         token, _ = divmod(compat.at_most(rows.first, call.rows - 1), call.by_heads)
-        b, s = divmod(token, call.by_tokens)
+        b, s = self.place_of(work, token, batch)
         count, extra = self.seqlen_of(work, batch), Int32(0)
         if work.row_limits.shape[0] > 0:
             count = cutlass.min(work.row_limits[token], count)
@@ -105,8 +107,7 @@ class TwoLists(TokenLists):
             tiles = Int32(cute.ceil_div(self.room(work), self.tile))
             extra = cutlass.max(work.extra_length[batch], 0)
             extra = compat.at_most(extra, work.extra_indices.shape[2])
-        rows = work.block_table[b, s, None], work.extra_indices[b, s, None]
-        lists = Lists(*rows, tiles, count, extra)
+        lists = Lists(work, b, s, tiles, count, extra)  # addresses of two rows would spill
         return lists, lists
 
 
@@ -139,9 +140,9 @@ class GatherTwo(GatherRecords):
         entry = Int32(-1)
         if place < Int32(cutlass.select_(second, lists.extra_count, lists.count)):
             if second:
-                entry = lists.extra_row[place]
+                entry = lists.work.extra_indices[lists.b, lists.s, place]
             else:
-                entry = lists.row[place]
+                entry = lists.work.block_table[lists.b, lists.s, place]
         return entry
 
     def _place(self, entry, tile, ahead, lists, tokens):

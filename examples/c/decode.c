@@ -134,7 +134,7 @@ int main(void) {
   const int32_t lengths_host[BATCH] = {TOKENS, 0}, pages[BATCH][WIDTH] = {{0, 1}, {0, 0}};
   tensor content, rope, scale, c_kv, k_rope, slot_mapping;        /* cache, new tokens */
   tensor lengths, table, items, parts, splits, planned;           /* work list */
-  tensor queries, limits, units, unit_begin, row_limits;          /* empty: see below */
+  tensor queries, limits, units, unit_begin, row_limits, offsets; /* empty: see below */
   tensor q_nope, q_rope, q_scale, out, lse, o_accum, lse_accum;   /* decode */
   void *stream = open_device();
   int i, j;
@@ -173,11 +173,12 @@ int main(void) {
             MAKE(q_rope, BF16, 4, NULL, BATCH, S_Q, HEADS, 64),
             MAKE(q_scale, F32, 3, ones, BATCH, S_Q, HEADS), &content.dl, &rope.dl, &scale.dl,
             MAKE(table, I32, 2, pages, BATCH, WIDTH), &lengths.dl, &items.dl, &parts.dl,
-            &splits.dl, &units.dl, &row_limits.dl, MAKE(out, BF16, 4, NULL, BATCH, S_Q, HEADS, 512),
+            &splits.dl, &units.dl, &row_limits.dl, MAKE(offsets, I32, 1, NULL, 0),
+            MAKE(out, BF16, 4, NULL, BATCH, S_Q, HEADS, 512),
             MAKE(lse, F32, 3, NULL, BATCH, HEADS, S_Q),
             MAKE(o_accum, F16, 3, NULL, SLOTS, ROWS, 528), MAKE(lse_accum, F32, 2, NULL, SLOTS, ROWS),
             1 / sqrt(192), /* causal */ 1, /* natural logarithm */ log(2), /* empty rows */ -INFINITY,
-            /* may split */ 1),
+            /* may split */ 1, /* no witness: offsets are empty */ 0),
         "decode");
 
   need(cu.StreamSynchronize(stream), "the kernels");

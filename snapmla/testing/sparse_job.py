@@ -29,7 +29,8 @@ INT_MAX = 2**31 - 1
 ARGUMENTS = (
     "q_nope", "q_rope", "q_scale", "content", "rope", "scale", "indices", "topk_length",
     "attn_sink", "work_items", "part_begin", "split_begin", "units", "row_limits", "cu_seqlens_q",
-    "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor", "empty_lse", "may_split", "witness",
+    "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor", "empty_lse", "may_split",
+    "witness",
 )  # fmt: skip
 LAYOUTS = ("split", "paged", "row640", "packed")
 STYLES = ("plain", "swings", "equal")
@@ -258,11 +259,15 @@ class SparseJob:
         }  # fmt: skip
 
     def run(self, kernel: runtime.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one call, on the CPU; ``changes``: other arguments than the job's."""
-        given = {
-            name: placed(x, self.device) if isinstance(x, Tensor) else x
-            for name, x in {**self.arguments(), **changes}.items()
-        }
+        """(out, lse) of one call, on the CPU.
+
+        ``changes``: other arguments than the job's; lists may be (tokens, topk), as the job's are.
+        """
+        given, own = {}, self.arguments()
+        for name, x in {**own, **changes}.items():
+            if name in ("indices", "extra_indices") and x.ndim == 2:
+                x = x.unflatten(0, own["indices"].shape[:2])
+            given[name] = placed(x, self.device) if isinstance(x, Tensor) else x
         kernel(*(given[name] for name in self.argument_names))
         return given["out"].cpu(), given["lse"].cpu()
 
