@@ -122,7 +122,12 @@ class PairPlan(decode_plan.DecodePlan):
         "call get_mla_metadata(..., out=) after the lengths change",
     )
 
-    def _compare(self, cache_seqlens: torch.Tensor) -> None:
+    def _compare(
+        self,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+        row_seqlens: torch.Tensor | None = None,
+    ) -> None:
         """Compares the batch, the query rows, the lengths, then what the tables cover.
 
         The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
@@ -139,7 +144,7 @@ class PairPlan(decode_plan.DecodePlan):
             name, hint = self._STALE[0], "num_heads_per_head_k is s_q * num_heads of the decode"
             wanted = f"one made for s_q * num_heads = {self.rows} query rows a sequence"
             checks.value_error(name, wanted, rows, hint)
-        super()._compare(cache_seqlens)
+        super()._compare(cache_seqlens, cu_seqlens_q, row_seqlens)
         self._check_covered(cache_seqlens.tolist())
 
     def _check_covered(self, lengths: list[int]) -> None:

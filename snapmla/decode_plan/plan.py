@@ -476,12 +476,20 @@ class DecodePlan(launch.OverTensors):
         if self.device.type == "cuda" and launch.capturing(self.device):
             return
         offsets, limits = self.__dict__.get("_kept", (None, None))
-        stale.compare(
-            self,
+        self._compare(
             cache_seqlens,
             offsets if cu_seqlens_q is None else cu_seqlens_q,
             limits if row_seqlens is None else row_seqlens,
         )
+
+    def _compare(
+        self,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        row_seqlens: torch.Tensor | None,
+    ) -> None:
+        """``check`` where the device can be asked; None compares nothing."""
+        stale.compare(self, cache_seqlens, cu_seqlens_q, row_seqlens)
 
     def explain(self, limit: int = 16) -> str:
         """Who computes what, as text; reads the tables back, so it waits for the device.

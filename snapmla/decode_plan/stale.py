@@ -52,7 +52,8 @@ def _refuse(plan: DecodePlan, wanted: str, got: str, shown: list[str]) -> None:
 def planned_tokens(plan: DecodePlan) -> list[tuple[int, int] | None]:
     """(first, end) query token of each sequence in a ragged plan's tables; None: it has none."""
     begin, rows = plan.unit_begin.tolist(), (plan.units // plan.group).tolist()
-    heads, found = plan.num_kv_heads, []
+    heads = plan.num_kv_heads
+    found: list[tuple[int, int] | None] = []
     for i in range(plan.batch):
         unit, after = begin[i * heads], begin[i * heads + 1]
         if after > unit:

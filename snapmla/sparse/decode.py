@@ -97,8 +97,8 @@ def sparse_decode(
 
 
 def _parts(call: Call) -> calls.Parts:
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *more = call
-    extra, witness = more
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
+    extra, witness = call[10:]
     content, rope, token_scale = cache.asks
     rows = q.__class__ is _Tensor
     query, place = (q, 0) if rows else (q.nope_u8, q.place)
@@ -150,8 +150,8 @@ def _places(call: Call, _: object) -> calls.Groups | None:
 
 def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *more = call
-    extra, witness = more
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
+    extra, witness = call[10:]
     _expect(q, cache, indices, plan)
     check_reach(named("cache", cache))
     device, rows = q.device, rows_of(q)
@@ -279,8 +279,8 @@ def _both_lengths(plan: SparsePlan, indices: torch.Tensor, extra: Second) -> tor
 
 def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, Any]:
     """Launches a checked call; see ``call.Op``."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *more = call
-    extra, witness = more
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
+    extra, witness = call[10:]
     if not ready:
         ready = _prepare(plan, options, out_dtype if out is None else out.dtype)
     if out is None:
@@ -329,8 +329,8 @@ def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> P
 
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *given = call
-    extra, witness = given
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
+    extra, witness = call[10:]
     _expect(q, cache, indices, plan)
     rows = rows_of(q)
     if extra is not None:

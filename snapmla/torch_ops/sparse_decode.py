@@ -65,7 +65,7 @@ def _planes_out(
     scale: Tensor | None,
     *rest: Any,
     p_terms: int = 1,
-    **witness: Tensor | None,
+    **witness: Any,
 ) -> None:
     check_query(q_nope, q_rope)
     query = q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3])
@@ -88,7 +88,7 @@ def _record(cache_dtype: str) -> Record:
 
 
 def _rows_out(
-    q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT, **witness: Tensor | None
+    q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT, **witness: Any
 ) -> None:
     record = _record(cache_dtype)
     checks.query_rows(tuple(q.shape[:3]))
