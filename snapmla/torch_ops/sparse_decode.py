@@ -87,9 +87,7 @@ def _record(cache_dtype: str) -> Record:
     return FORMATS[cache_dtype]
 
 
-def _rows_out(
-    q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT, **witness: Any
-) -> None:
+def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT, **witness: Any) -> None:
     record = _record(cache_dtype)
     checks.query_rows(tuple(q.shape[:3]))
     shape = ("b", "s_q", "num_heads", record.channels)

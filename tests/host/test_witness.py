@@ -5,6 +5,7 @@ The caches of requests hold a number each, so that a row says whose tokens it sa
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def near(rows: torch.Tensor, value: float) -> torch.Tensor:
 
 def expect_own(step: Step, out: torch.Tensor, lse: torch.Tensor, offsets: list[int]) -> None:
     """Rows of each request are its own value or NaN, in ``out`` and in LSE alike."""
-    for i, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+    for i, (begin, end) in enumerate(itertools.pairwise(offsets)):
         rows = out[begin:end]
         assert bool((near(rows, VALUES[i]) | rows.isnan()).all()), (i, rows)
     assert torch.equal(out[: offsets[-1]].isnan(), lse[: offsets[-1]].isnan())
