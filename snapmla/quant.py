@@ -316,7 +316,8 @@ def check_tokens(
 ) -> None:
     """Checks what ``append_kv`` is given beside a cache of a format and so many KV heads."""
     own, record = () if heads == 1 else (heads,), FORMATS[fmt]
-    widths = [t.shape[-1] for t in (c_kv, k_rope) if isinstance(t, torch.Tensor) and t.ndim]
+    plain = [t for t in (c_kv, k_rope) if isinstance(t, torch.Tensor) and not t.is_nested]
+    widths = [t.shape[-1] for t in plain if t.ndim]
     fits = widths == [record.content.count, record.rope_channels]
     said = checks.tokens_of(record) if record.named and not fits else ""
     checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", *own, record.content.count), device, said)
