@@ -150,8 +150,9 @@ def decode(
             gets NaN in ``out`` and ``lse``, never another request's values; so does a token before
             ``cu_seqlens_q[b]`` that the plan does not know.
         row_seqlens: a witness of a plan with ``row_seqlens`` (with ``indices``: with
-            ``row_lengths``), of the same shape: it is read in place of the plan's copy, and tokens
-            that see more than their tiles in the plan get NaN.  Without a plan it is planned by.
+            ``row_lengths``), int32 (b, s_q) or (total_q,): it is read in place of the plan's copy,
+            and tokens that see more than their tiles in the plan get NaN.  Without a plan it is
+            planned by.
 
     Returns:
         (out, lse).

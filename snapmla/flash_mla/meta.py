@@ -125,8 +125,8 @@ def get_mla_metadata(
     before, come from ``get_mla_metadata_tensors``.
 
     Args:
-        cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache: accepted,
-            not needed.
+        cache_seqlens: int32 (b,); accepted, not needed.
+        num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache: accepted, not needed.
         topk: accepted, not needed; the width of ``indices``.
         num_heads_per_head_k: ``num_q_tokens_per_head_k`` as it was first called.
 

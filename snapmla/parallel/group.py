@@ -317,7 +317,7 @@ class ContextGroup:
             made = _of_cache(plans, options).get(local, s_q, pin=True, **shape)
         self._check_plan(made, page_size, kind)
         plan = ContextPlan(self, made, local, limits, lengths, buffers)
-        plan.watch(cache_seqlens)
+        plan._watch(cache_seqlens)
         return plan
 
     def _check_plan(self, plan: DecodePlan, page_size: int, kind: str) -> None:
@@ -404,7 +404,7 @@ class ContextGroup:
         checks.apart("out", out, {"q_nope": q_nope, "q_rope": q_rope})
         if not math.prod(plan.tokens):
             return out, lse
-        plan.expect_fresh()
+        plan._expect_fresh()
         buffers = plan._buffers
         query = self._query(q_nope, q_rope, buffers)
         attention.decode(

@@ -152,15 +152,15 @@ class ContextPlan:
         checks.lengths(cache_seqlens, self.plan.batch, self.cache_seqlens.device)
         self._lengths.update_(cache_seqlens, cu_seqlens_q)
         self.plan.update_(self.cache_seqlens, cu_seqlens_q, self.row_seqlens)
-        self.watch(cache_seqlens)
+        self._watch(cache_seqlens)
         return self
 
-    def watch(self, cache_seqlens: Tensor) -> None:
+    def _watch(self, cache_seqlens: Tensor) -> None:
         """With ``check_stale``: keeps the whole lengths by reference, and what they hold now."""
         if self.plan.check_stale:
             object.__setattr__(self, "_whole", (cache_seqlens, cache_seqlens.clone()))
 
-    def expect_fresh(self) -> None:
+    def _expect_fresh(self) -> None:
         """ValueError if the whole lengths of the last ``update_`` were rewritten since; only with
         ``check_stale``, as it waits for the device."""
         now, planned = self.__dict__.get("_whole", (None, None))

@@ -113,6 +113,16 @@ def stale_plan() -> str:
     return message_of(ValueError, lambda: step["plan"].check(step["cache_seqlens"]))
 
 
+def stale_offsets() -> str:
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    lengths = torch.tensor([70, 3], dtype=torch.int32)
+    plan = snapmla.plan_decode(
+        lengths, 3, cu_seqlens_q=offsets, total_q=3, page_size=64, max_pages=2, check_stale=True
+    )
+    offsets[1] = 2
+    return message_of(ValueError, lambda: plan.check(lengths))
+
+
 def wrong_width() -> str:
     step = small_step()
     assert step["plan"].max_pages == 3
@@ -136,6 +146,7 @@ PRODUCED: dict[str, Callable[[], str]] = {
     "cache: expected memory, got": freed_cache,
     "cache: expected memory where": moved_cache,
     "plan: expected the lengths": stale_plan,
+    "plan: expected the cu_seqlens_q": stale_offsets,
     "block_table: expected a width": wrong_width,
 }
 SPEC = decode_spec("etap", 16, 64, "bf16")

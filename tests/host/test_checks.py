@@ -206,14 +206,19 @@ def test_one_row_may_have_any_stride(no_kernel: None) -> None:
         snapmla.quantize_q(q, rope)
 
 
-def test_one_page_needs_an_aligned_stride() -> None:
-    """TMA descriptors hold the page stride of even a single page."""
+def test_a_single_page_has_an_aligned_stride() -> None:
+    """TMA descriptors hold the page stride of even a single page, where the caller's may be any."""
     fields = cache_arguments()
     for name, view in fields.items():
         fields[name] = view[:1]
     fields["rope"] = torch.zeros(P * 64, dtype=BF16).as_strided((1, P, 64), (P * 64 + 1, 64, 1))
+    rope = PagedKVCache.from_tensors(**fields).rope
+    assert rope is not None and rope.stride(0) * rope.element_size() % 16 == 0
+    assert rope.data_ptr() == fields["rope"].data_ptr()
+    two = {name: view[:2] for name, view in cache_arguments().items()}
+    pages = torch.zeros(2 * P * 64 + 1, dtype=BF16).as_strided((2, P, 64), (P * 64 + 1, 64, 1))
     with pytest.raises(ValueError, match="rope: expected outer strides"):
-        PagedKVCache.from_tensors(**fields)
+        PagedKVCache.from_tensors(**two | {"rope": pages})
 
 
 def test_table_is_long_enough() -> None:
