@@ -247,8 +247,9 @@ def ragged_begin(call: Dump) -> Tensor:
     stand in its items, and a sequence of no query token has none.
     """
     given = call.arguments
-    if given["cu_seqlens_q"].numel():
-        return given["cu_seqlens_q"]
+    witness = given.get("cu_seqlens_q")
+    if witness is not None and witness.numel():
+        return witness
     query = next(given[name] for name in ("q_nope", "q") if name in given)
     lengths = next(given[name] for name in ("cache_seqlens", "topk_length") if name in given)
     heads, batch = query.shape[2], len(lengths)
