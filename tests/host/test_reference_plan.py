@@ -165,7 +165,7 @@ def check_units(plan: PlanReference, queries: Queries, lengths: list[int], most:
         assert all(x[1] == y[0] for x, y in itertools.pairwise(own))
         assert all(x[0] < x[1] for x in own) or len(own) == 1
         hidden = NOTHING_HIDDEN if queries.row_seqlens is None else min(limits)
-        assert {x[3:] for x in own} == {(hidden, 0)}
+        assert {x[3:] for x in own} == {(hidden, max(limits))}
         first, end = plan.split_begin[at : at + 2]
         assert [x[2] for x in own] == ([-1] if len(own) == 1 else list(range(first, end)))
     # what lies behind the live ones is empty
@@ -216,7 +216,7 @@ def test_a_unit_reads_what_its_last_token_sees() -> None:
     queries = Queries(num_heads=2, s_q=3, unit_rows=4, causal=True)
     plan = plan_reference([22], 1, 7, 0, queries=queries)
     assert plan.work_items == [
-        (0, 0, 3, -1, 0, 6, NOTHING_HIDDEN, 0), (0, 0, 4, -1, 4, 6, NOTHING_HIDDEN, 0)
+        (0, 0, 3, -1, 0, 6, NOTHING_HIDDEN, 21), (0, 0, 4, -1, 4, 6, NOTHING_HIDDEN, 22)
     ]  # fmt: skip
     assert plan.units == [(0, 6), (4, 6)] and plan.split_begin == [0, 0, 0]
 
