@@ -38,6 +38,7 @@ LAST = 2**31 - 1
 Tables = tuple[Tensor, Tensor, Tensor]  # work_items, part_begin, split_begin
 # units and row_limits of a plan in which every sequence is one unit
 ALONE = (torch.zeros((0, 2), dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+NO_OFFSETS = torch.zeros(0, dtype=torch.int32)  # of a call without a witness
 
 
 class Fenced:
@@ -87,8 +88,9 @@ class Step:
         before = [t.clone() for t in (*tables, *more)]
         self.kernel(
             job.q.nope_u8, job.q.rope, job.q.row_scale, job.cache.content_u8, job.cache.rope,
-            job.cache.scale, job.table, job.seqlens, *tables, *more, out.tensor, lse.tensor,
-            o_accum.tensor, lse_accum.tensor, 0.1, 1, math.log(2), -math.inf, int(merges),
+            job.cache.scale, job.table, job.seqlens, *tables, *more, NO_OFFSETS, out.tensor,
+            lse.tensor, o_accum.tensor, lse_accum.tensor, 0.1, 1, math.log(2), -math.inf,
+            int(merges), 0,
         )  # fmt: skip
         assert all(x.intact() for x in (out, lse, o_accum, lse_accum)), "written outside"
         assert all(torch.equal(x, y) for x, y in zip(before, (*tables, *more), strict=True))
