@@ -131,13 +131,14 @@ def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | Non
     if k_cache is indices is length is None:
         return None
     record = call.record
-    for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):
-        if value is None:
-            checks.value_error(name, "a tensor, as its fellow is given", None)
     if call.cache_dtype not in two_lists.TAKEN:
         rows = f"{record.token_bytes} bytes" if call.is_fp8_kvcache else "bfloat16"
         hint = f"a second cache goes with V4's pages of {v4.RECORD.token_bytes} bytes a token"
-        checks.value_error("extra_k_cache", f"None beside rows of {rows}", "a tensor", hint)
+        given = "extra_indices_in_kvcache" if k_cache is None else "extra_k_cache"
+        checks.value_error(given, f"None beside rows of {rows}", "a tensor", hint)
+    for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):
+        if value is None:
+            checks.value_error(name, "a tensor, as its fellow is given", None)
     shape = ("num_pages", "page_size", 1, record.token_bytes)
     checks.tensor("extra_k_cache", k_cache, byte_cache.BYTES, shape, call.q.device)
     return Second(PagedKVCache.from_tensors(k_cache, format=record.name), indices, length)

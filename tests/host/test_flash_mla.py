@@ -466,16 +466,16 @@ def test_a_query_token_alone_is_not_causal(no_decode: None) -> None:
 
 
 def test_defaults_are_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """softmax_scale 576**-0.5, not causal, natural LSE, +inf of empty rows."""
+    """softmax_scale 576**-0.5, not causal, natural LSE, +inf of empty rows; no witness."""
     seen: list[Any] = []
-    monkeypatch.setattr(attention, "run_plan", lambda *x: seen.append(x[-1]))
+    monkeypatch.setattr(attention, "run_plan", lambda *x: seen.append(x[8:]))
     step = DenseStep.make((20, 0), 4, 2, **FEW)
     kv = step.cache.kv
     assert kv is not None
     flash_mla.flash_mla_with_kvcache(
         step.q, kv, step.block_table, step.cache_seqlens, 512, *pair(step)
     )
-    assert seen == [(SCALE, False, "e", "+inf")]
+    assert seen == [((SCALE, False, "e", "+inf"), None)]
 
 
 def test_indices_that_are_no_tensor(no_decode: None) -> None:

@@ -125,6 +125,10 @@ def test_sinks_and_results_in_place() -> None:
     [
         ({"causal": True}, "causal: expected False beside indices"),
         ({"extra_k_cache": torch.zeros(1)}, "extra_k_cache: expected None beside rows of 656"),
+        (
+            {"extra_indices_in_kvcache": torch.zeros(1).int()},
+            "extra_indices_in_kvcache: expected None beside rows of 656",
+        ),
         ({"topk_length": torch.zeros(3, dtype=torch.int32)}, "topk_length: expected shape"),
         ({"attn_sink": torch.zeros(3)}, "attn_sink: expected shape"),
     ],

@@ -235,7 +235,7 @@ def test_528_bytes_are_of_no_format_that_a_width_tells() -> None:
         ({"kv_format": "fp8"}, "kv_format: expected one of "),
         ({"kv_format": "V32_NO_ROPE"}, "k_cache: expected shape .*528"),
         ({"kv_format": "V4", "is_fp8_kvcache": False}, "kv_format: expected None with is_fp8"),
-        ({"kv_format": "V32"}, "q: expected shape .*576"),
+        ({"kv_format": "V32"}, "k_cache: expected shape .*656.*584 bytes a token"),
     ],
 )
 def test_formats_that_are_not_the_caches(options: dict[str, Any], message: str) -> None:

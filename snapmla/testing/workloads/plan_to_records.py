@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,6 +29,12 @@ def _given(plan: PlanReference) -> dict[str, Any]:
     return {**tables(**{name: getattr(plan, name) for name in names}), **made}
 
 
+def _without_sight(plan: PlanReference) -> PlanReference:
+    """The plan without what an item's rows see (word 7), which the record of an H200 is older
+    than and which the kernel does not read."""
+    return dataclasses.replace(plan, work_items=[(*x[:7], 0) for x in plan.work_items])
+
+
 def small(spec: VariantSpec) -> Iterator[Call]:
     """Parts that share requests, that have several, and that have none."""
     for lengths, parts in (((3000, 0, 64, 1, 900), 5), ((64,) * 3, 7), ((1,) * 600, 3)):
@@ -45,10 +52,11 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
-    """Of plans by ``plan_reference``; a row is one problem."""
+    """Runs over plans by ``plan_reference``; a row is one problem."""
     found, seen = [], []
     for i, (_, lengths, parts) in enumerate(schedules(case)):
         plan = plan_reference(lengths.tolist(), parts, 64, (4, 0, 1)[i % 3], 65536)
+        plan = _without_sight(plan)
         given = {name: x.to(run.device) for name, x in _given(plan).items()}
         run.call(case.variant, **given)
         own = ("work_items", "part_begin", "split_begin")
