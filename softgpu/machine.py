@@ -7,6 +7,7 @@ scheduler here asks it again.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import random
@@ -20,7 +21,7 @@ from . import accumulate as arithmetic
 from .cluster import Cluster, place_of
 from .decode import OF_BLOCK, Program
 from .errors import Deadlock, Hazard, LaunchError, SoftGpuError
-from .hazard import Footprint, GlobalHazards
+from .hazard import Footprint, GlobalHazards, mbarrier_room
 from .in_flight import InFlight
 from .memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SHARED_MAX, GlobalMemory, SharedMemory
 from .options import Options, Stats
@@ -173,6 +174,11 @@ class Machine:
             self.values.append((i, lanes))
         self._specials: dict[int, list[tuple[int, NDArray[Any]]]] = {}
         self._shared: list[SharedMemory] = []
+
+    @functools.cached_property
+    def mbarrier_room(self) -> int:
+        """Columns of a CTA's mbarriers in the clocks of the hazard check, in every cluster."""
+        return mbarrier_room(self.program.kernel.code)
 
     def specials(self, index: int) -> list[tuple[int, NDArray[Any]]]:
         """Views of the special registers of warp ``index`` of any CTA."""

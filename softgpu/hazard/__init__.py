@@ -21,6 +21,7 @@ PTX ISA 8 (memory consistency model), 8.1.3 and 9.7.13.4 (proxies), 9.7.13.15 (m
 9.7.15.7 (wgmma.fence, wait_group); 9.4: 9.7.18.6 (order of tcgen05).
 """
 
+from .clocks import mbarrier_room
 from .cluster import BarrierTrack, ClusterHazards
 from .global_memory import Footprint, GlobalHazards
 from .reports import Event
@@ -28,4 +29,5 @@ from .warp import WarpHazards
 
 __all__ = [
     "BarrierTrack", "ClusterHazards", "Event", "Footprint", "GlobalHazards", "WarpHazards",
+    "mbarrier_room",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..memory import OFFSET_MASK, RANK_SHIFT
-from .clocks import Layout, Stamp, joined, mbarrier_room
+from .clocks import Layout, Stamp, joined
 from .reports import Reports
 from .shadow import Index, Shadow
 from .tensor import TensorHazards
@@ -64,7 +64,7 @@ class ClusterHazards:
         self.number = cluster.first // cluster.size + 1
         self.warps_per_block = -(-self.machine.threads // 32)
         blackwell = self.machine.program.architecture >= 100
-        room = mbarrier_room(self.machine.program.kernel.code)
+        room = self.machine.mbarrier_room
         self.layout: Layout = Layout(cluster.size, self.warps_per_block, blackwell, room)
         self.shift = self.machine.program.shared_shift
         self.per_block = (cluster.shared.limit >> self.shift) + 1

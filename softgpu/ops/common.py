@@ -18,7 +18,10 @@ def binary(function: Any, d: int, a: int, b: int) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         v = w.v
-        function(v[a], v[b], out=v[d], where=m)
+        if m is True:
+            function(v[a], v[b], v[d])  # without keywords numpy takes half as long
+        else:
+            function(v[a], v[b], out=v[d], where=m)
 
     return run
 

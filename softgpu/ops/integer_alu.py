@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
-from ..ptx import Instr, Not
+from ..ptx import Imm, Instr, Not
 from . import float_alu
 from .common import binary, write
 
@@ -167,10 +167,7 @@ def invert(ins: Instr, k: Decoder) -> Handler:
     mods.done()
     d, a = k.dst(ins.args[0], kind), k.src(ins.args[1], kind)
 
-    def run(w: Any, m: Any) -> None:
-        np.invert(w.v[a], out=w.v[d], where=m)
-
-    return run
+    return write(d, lambda v: ~v[a])
 
 
 @op("cnot")
@@ -192,14 +189,11 @@ def shift(ins: Instr, k: Decoder) -> Handler:
     left = ins.parts[0] == "shl"
     function = np.left_shift if left else np.right_shift
     top = bits - 1 if dtype.kind == "i" and not left else bits
-
-    def run(w: Any, m: Any) -> None:
-        v = w.v
-        # numpy itself defines over-wide shifts as PTX does once the count fits the type
-        count = np.minimum(v[b], np.uint32(top)).astype(dtype)
-        function(v[a], count, out=v[d], where=m)
-
-    return run
+    # numpy itself defines over-wide shifts as PTX does once the count fits the type
+    if isinstance(ins.args[2], Imm):
+        fixed = np.full(32, min(ins.args[2].bits & 0xFFFFFFFF, top), dtype)
+        return write(d, lambda v: function(v[a], fixed))
+    return write(d, lambda v: function(v[a], np.minimum(v[b], np.uint32(top)).astype(dtype)))
 
 
 @op("shf")
