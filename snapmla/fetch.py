@@ -322,16 +322,20 @@ def _split(out: torch.Tensor, cache: PagedKVCache) -> Fetched:
 def _check_outputs(out: Any, shape: tuple[Any, ...], cache: PagedKVCache) -> None:
     """Checks kind and shape of the tensors to write."""
     record, device = FORMATS[cache.format], cache.device
+    said = checks.fetched_of(record)
     if isinstance(out, torch.Tensor):
-        checks.tensor("out", out, checks.FLOATS, (*shape, record.channels), device)
+        checks.tensor("out", out, checks.FLOATS, (*shape, record.channels), device, said)
     elif isinstance(out, (tuple, list)) and len(out) == 2:
         c_kv, k_rope = out
-        checks.tensor("out[0]", c_kv, checks.FLOATS, (*shape, record.content.count), device)
+        for i, part in enumerate(out):
+            if not isinstance(part, torch.Tensor):
+                checks.type_error(f"out[{i}]", "a torch.Tensor", checks.class_name(part), said)
+        checks.tensor("out[0]", c_kv, checks.FLOATS, (*shape, record.content.count), device, said)
         rope_shape = (*c_kv.shape[:-1], record.rope_channels)
-        checks.tensor("out[1]", k_rope, (c_kv.dtype,), rope_shape, device)
+        checks.tensor("out[1]", k_rope, (c_kv.dtype,), rope_shape, device, said)
     else:
         wanted = f"a (..., {record.channels}) tensor or a pair of tensors"
-        checks.type_error("out", wanted, type(out).__name__)
+        checks.type_error("out", wanted, type(out).__name__, said)
 
 
 def _outputs(

@@ -61,6 +61,8 @@ def rope_append_kv(
     Source: vLLM's ``concat_and_cache_mla_rope_fused``, with SnapMLA's quantisation (paper, section
     3.3.1) and ``DeepseekV3RMSNorm``.
     """
+    if k_rope is None and isinstance(c_kv, torch.Tensor):
+        k_rope = c_kv[..., :0]  # whose shape is then refused, with what the format takes
     calls.run(
         _APPEND, _APPEND,
         Append(

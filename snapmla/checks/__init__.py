@@ -32,6 +32,7 @@ from snapmla.checks.messages import (  # noqa: F401 (called as checks.NAME)
     value_error,
 )  # fmt: skip
 from snapmla.checks.of_formats import (  # noqa: F401
+    fetched_of,
     named_by_width,
     query_of,
     tokens_of,

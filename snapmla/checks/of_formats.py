@@ -24,6 +24,15 @@ def tokens_of(record: Record) -> str:
     )
 
 
+def fetched_of(record: Record) -> str:
+    """How ``fetch_dequant`` gives tokens of a format."""
+    content, rope = record.content.count, record.rope_channels
+    return (
+        f"tokens of {record.about} are c_kv of {content} channels and k_rope of {rope}; "
+        "leave out= away to have both allocated"
+    )
+
+
 def query_of(record: Record) -> str:
     """What a query over a format has."""
     channels, rope = record.channels, record.rope_channels

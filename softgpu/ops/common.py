@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..decode import Handler
 from ..errors import SoftGpuError
@@ -16,12 +17,40 @@ from ..warp import Wait
 def binary(function: Any, d: int, a: int, b: int) -> Handler:
     """d = function(a, b) for a numpy ufunc."""
 
+    named = function in (np.minimum, np.maximum)  # numpy wants the name of their third argument
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        if named or m is not True:
+            function(v[a], v[b], out=v[d], where=m)
+        else:
+            function(v[a], v[b], v[d])  # quicker without names
+
+    return run
+
+
+def unary(function: Any, d: int, a: int) -> Handler:
+    """d = function(a) for a numpy ufunc."""
+
     def run(w: Any, m: Any) -> None:
         v = w.v
         if m is True:
-            function(v[a], v[b], v[d])  # without keywords numpy takes half as long
+            function(v[a], v[d])
         else:
-            function(v[a], v[b], out=v[d], where=m)
+            function(v[a], out=v[d], where=m)
+
+    return run
+
+
+def with_constant(function: Any, d: int, a: int, b: NDArray[Any]) -> Handler:
+    """d = function(a, b) for a numpy ufunc and the 32 lanes of a constant ``b``."""
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        if m is True:
+            function(v[a], b, v[d])
+        else:
+            function(v[a], b, out=v[d], where=m)
 
     return run
 

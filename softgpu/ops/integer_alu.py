@@ -9,7 +9,7 @@ import numpy as np
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Imm, Instr, Not
 from . import float_alu
-from .common import binary, write
+from .common import binary, unary, with_constant, write
 
 INTEGER = ("b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64")
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -166,8 +166,7 @@ def invert(ins: Instr, k: Decoder) -> Handler:
     kind = mods.type()
     mods.done()
     d, a = k.dst(ins.args[0], kind), k.src(ins.args[1], kind)
-
-    return write(d, lambda v: ~v[a])
+    return unary(np.invert, d, a)
 
 
 @op("cnot")
@@ -192,7 +191,7 @@ def shift(ins: Instr, k: Decoder) -> Handler:
     # numpy itself defines over-wide shifts as PTX does once the count fits the type
     if isinstance(ins.args[2], Imm):
         fixed = np.full(32, min(ins.args[2].bits & 0xFFFFFFFF, top), dtype)
-        return write(d, lambda v: function(v[a], fixed))
+        return with_constant(function, d, a, fixed)
     return write(d, lambda v: function(v[a], np.minimum(v[b], np.uint32(top)).astype(dtype)))
 
 

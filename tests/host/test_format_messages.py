@@ -99,6 +99,75 @@ def test_tokens_of_another_format(name: str, other: str) -> None:
         assert f"joint[:, {fmt.content.count}:]" in hint or not fmt.rope_channels
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("other", ["fp8", "fp8_v4", "fp8_nope"])
+def test_tokens_to_rotate_of_another_format(name: str, other: str) -> None:
+    """Caches that take no rotated tokens are named; others say how a joint row is cut."""
+    fmt, cut = FORMATS[name], FORMATS[other].content.count
+    rope = FORMATS[other].rope_channels
+    takes = not fmt.rows and bool(fmt.rope_channels)
+    if takes and (cut, rope) == (fmt.content.count, fmt.rope_channels):
+        return
+    row, numbers = joint(cut + rope), torch.arange(3)
+    angles = torch.zeros(8, 64, dtype=BF16)
+    k_rope: Any = row[:, cut:] if rope else None
+    text = said(
+        lambda: snapmla.rope_append_kv(
+            cache_of(name), row[:, :cut], k_rope, numbers, numbers, angles
+        )
+    )
+    if not takes:
+        assert text.startswith("cache: expected ") and "snapmla.append_kv" in text
+        assert names_in(text) == ({name} if fmt.named else set())
+        return
+    assert text.startswith(("c_kv: expected shape (n, ", "k_rope: expected shape (3, "))
+    _, _, hint = text.partition(", got ")
+    assert f"joint[:, :{fmt.content.count}]" in hint or (text[0] == "k" and not fmt.named)
+    assert names_in(hint) == ({name} if fmt.named else set())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("other", FORMATS)
+@pytest.mark.parametrize("joint_out", [False, True])
+def test_results_of_another_format(name: str, other: str, joint_out: bool) -> None:
+    """``out`` of a fetch, as another format's tokens would fill it."""
+    fmt, given = FORMATS[name], FORMATS[other]
+    widths, own = ((f.content.count, f.rope_channels) for f in (given, fmt))
+    if widths == own or (joint_out and sum(widths) == sum(own)):
+        return
+    parts = tuple(torch.zeros(3, width, dtype=BF16) for width in widths)
+    out = torch.cat(parts, -1) if joint_out else parts
+    numbers = torch.arange(3, dtype=I32)
+    text = said(lambda: snapmla.fetch_dequant(cache_of(name), numbers, out=out))
+    assert re.match(r"out(\[[01]\])?: expected shape \(3, ", text)
+    _, _, hint = text.partition(", got ")
+    assert f"c_kv of {own[0]} channels and k_rope of {own[1]}" in hint
+    assert names_in(hint) == ({name} if fmt.named else set())
+    if not (joint_out or widths[1]):
+        text = said(lambda: snapmla.fetch_dequant(cache_of(name), numbers, out=(parts[0], None)),
+                    TypeError)  # fmt: skip
+        assert text.startswith("out[1]: expected a torch.Tensor") and f"of {own[1]};" in text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_caches_that_are_not_converted(name: str) -> None:
+    """Rows of 16 bits on either side, a cache into its own format, memory without a name."""
+    fp8 = "fp8_v4" if name == "fp8" else "fp8"
+    text = said(lambda: snapmla.convert_cache(cache_of(name), cache_of(name)))
+    if FORMATS[name].rows:
+        assert text.startswith("source: expected an FP8 cache") and "snapmla.append_kv" in text
+        text = said(lambda: snapmla.convert_cache(cache_of(fp8), cache_of(name)))
+        assert names_in(text.partition("(")[2]) == {n for n in FORMATS if not FORMATS[n].rows} - {
+            fp8
+        }
+    else:
+        assert names_in(text.partition("(")[2]) == {n for n in FORMATS if not FORMATS[n].rows} - {
+            name
+        }
+    text = said(lambda: snapmla.convert_cache(cache_of(fp8), pool_of("fp8_v4")), TypeError)
+    assert text.startswith("out: expected a snapmla.PagedKVCache") and "from_tensors" in text
+
+
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_queries_of_another_format(name: str, sparse: bool) -> None:
@@ -169,10 +238,10 @@ def test_other_sentences_of_flash_mla() -> None:
     text = said(lambda: flash(pool_of("fp8_v4"), 576))
     assert text.startswith("q: expected shape") and names_in(text) == {"fp8_v4"}
     extra = torch.zeros(1, 1, 64, dtype=I32)
-    for pool in (pool_of("fp8_ds_mla"), pool_of("fp8_v4")):
-        channels = 576 if pool.shape[-1] == 656 else 512
-        text = said(lambda p=pool, c=channels: flash(p, c, extra_indices_in_kvcache=extra))
-        assert text == "extra_k_cache: expected a tensor, as its fellow is given, got None"
+    text = said(lambda: flash(pool_of("fp8_ds_mla"), 576, extra_indices_in_kvcache=extra))
+    assert text.startswith("extra_indices_in_kvcache: expected None beside rows of 656 bytes")
+    text = said(lambda: flash(pool_of("fp8_v4"), 512, extra_indices_in_kvcache=extra))
+    assert text == "extra_k_cache: expected a tensor, as its fellow is given, got None"
     text = said(lambda: flash(pool_of("fp8_v4"), 512, extra_k_cache=pool_of("fp8_v4")))
     assert text.startswith("extra_indices_in_kvcache: expected a tensor")
 
