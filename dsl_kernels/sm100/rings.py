@@ -2,6 +2,10 @@
 
 In a pair one thread of CTA 0, the *leader*, issues all MMAs: what it waits for, both CTAs announce
 at the leader's barriers; what its MMAs complete, commits announce at both.
+
+A commit speaks for its thread's MMAs and copies, not for loads: words of shared memory that lanes
+of the issuing warp have read (scales, limits, a list's entries) are free when one of its lanes
+arrives behind a ``sync_warp``, not when ``tcgen05.commit`` does.
 """
 
 from __future__ import annotations

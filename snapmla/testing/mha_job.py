@@ -300,6 +300,12 @@ class MhaJob:
         heads = self.v.shape[1]
         return torch.cat([k.expand(-1, heads, -1) for k in self.ks], -1)
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys of all row tiles of a head."""
+        given = self.lq, self.lk, self.causal
+        return sum(key_tiles(self.lq[i], self.lk[i], m, self.causal) for i, m in row_tiles(*given))
+
     def arguments(self) -> dict[str, Any]:
         """By name; results full of NaN, the list of work from the host."""
         keys = dict(zip(("k_nope", "k_rope"), self.ks))

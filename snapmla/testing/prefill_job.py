@@ -183,6 +183,15 @@ class PrefillJob:
         given = [topk] * len(self.q) if self.lengths is None else self.lengths.tolist()
         return [min(max(n, 0), topk) for n in given]
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of all lists in which an entry that counts names a row."""
+        found = 0
+        for entries, count in zip(self.indices[:, 0], self.counts, strict=True):
+            (places,) = torch.where(named_rows(entries, count, len(self.kv)))
+            found += len(torch.unique(places // TILE))
+        return found
+
     def _poison(self, memory: Tensor) -> None:
         """NaN between rows, and in rows that no entry that counts names."""
         memory[..., self.kv.shape[2] :] = math.nan

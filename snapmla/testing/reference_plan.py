@@ -118,6 +118,11 @@ class PlanReference:
     unit_begin: list[int]
     row_limits: list[int]
 
+    @property
+    def tiles(self) -> int:
+        """Token tiles of all items."""
+        return sum(end - begin for _, begin, end, *_ in self.work_items)
+
 
 @dataclass(frozen=True)
 class Queries:

@@ -8,7 +8,7 @@ this one is about seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -19,7 +19,7 @@ from snapmla import runtime
 from snapmla.errors import VariantError
 from snapmla.testing import metrics, workloads
 from snapmla.testing.comparison import DecodeErrors, decode_errors
-from snapmla.testing.workloads.call import DTYPES, Job, Result, run_all, same_bits
+from snapmla.testing.workloads.call import DTYPES, Call, Job, Result, run_all, same_bits
 from snapmla.testing.workloads.decode import DecodeJob
 from snapmla.testing.workloads.samples import (
     ABSURD_PAGE,
@@ -65,9 +65,40 @@ def check_kernel(
 
     known = cast("softgpu.LoadedKernel", kernel).names.arguments if names is None else names
     torch.manual_seed(0)
-    work = workloads.of(spec.op)
+    work, tiles = workloads.of(spec.op), 0
     run = lambda given: kernel(*abi.ordered(known, given))
-    return work.judge(spec, run_all(work.small(spec), run))
+
+    def ran() -> Iterator[Call]:
+        nonlocal tiles
+        for call in run_all(work.small(spec), run):
+            tiles += work.tiles(spec, call)
+            yield call
+
+    result = work.judge(spec, ran())
+    return result if tiles else without_work(spec)
+
+
+def without_work(spec: VariantSpec) -> Result:
+    """The outcome of a case that has no tile of work: no kernel can get it wrong."""
+    return Result(
+        False,
+        f"no tile of work: the {spec.op} case of {spec.arch} has none but empty lists or "
+        "sequences, and would prove nothing",
+    )
+
+
+def job_of(spec: VariantSpec, planner: runtime.Kernel | None) -> Job | None:
+    """The job of an op's workload with its architecture's lengths, None if it has no jobs.
+
+    Args:
+        planner: the plan_decode kernel; None plans with ``reference_plan``.
+    """
+    make = workloads.of(spec.op).job
+    if make is None:
+        return None
+    torch.manual_seed(0)
+    lengths = Workload.BY_ARCH.get(spec.arch, Workload.LENGTHS)
+    return make(spec, lengths, cast(runtime.Kernel, planner))
 
 
 def load(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
@@ -105,17 +136,17 @@ class Workload:
     def __init__(self, spec: VariantSpec, directory: Path) -> None:
         self.spec, self.kernel = spec, load(spec, directory)
         self.job: Job | None = None
-        make = workloads.of(spec.op).job
-        if make is not None:
-            torch.manual_seed(0)
+        if workloads.of(spec.op).job is not None:
             planner = load_or_build(VariantSpec(op="plan_decode", arch=spec.arch), directory)
-            self.job = make(spec, self.BY_ARCH.get(spec.arch, self.LENGTHS), planner)
+            self.job = job_of(spec, planner)
         self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> Result:
         """The result against the reference, then bit for bit against the first run."""
         if self.job is None:
             return check_kernel(self.spec, self.kernel)
+        if not self.job.tiles:
+            return without_work(self.spec)
         got = self.job.run(self.kernel)
         if self.expected is not None:
             names = ("out", "lse")

@@ -256,6 +256,11 @@ OPERANDS = {  # T6: operands in shared memory
     ),
 }  # fmt: skip
 
+# Warp 0's lanes read a word each, of which thread 32 overwrites lane 5's
+READ = "@%p51 mad.lo.s32 %r91, %r97, 4, %r7; @%p51 ld.shared.b32 %r92, [%r91+1024];\n"
+FREE = f"@%p50 mbarrier.arrive.shared.b64 _, [%r1+16]; {wait('%r1+16')}"
+OVERWRITE = "@%p53 st.shared.b32 [%r7+1044], 0;\n"
+
 COMMITS = {  # T7
     "by another lane": Case(
         "commit-tracks-nothing", f"{MMA} {GAP} {WAIT} {AFTER} {LD} {DONE_2} {END}", COMMIT,
@@ -268,6 +273,14 @@ COMMITS = {  # T7
     "hands on no store of its thread": Case(
         "race", f"{MMA} @%p50 st.shared.b32 [%r1+128], 1; {COMMIT} {WAIT} {GAP}"
         f"ld.shared.b32 %r10, [%r1+128]; {END}", "bar.sync 0;", events=("st.shared", "ld.shared"),
+    ),
+    "frees no word that the issuer's lanes have read": Case(
+        "overwrite-in-use", f"{READ} {MMA} {COMMIT} {GAP} {WAIT} {OVERWRITE} {END}",
+        f"bar.warp.sync -1; {FREE}", events=("ld.shared", "st.shared"),
+    ),
+    "nor does its arrival before the warp's barrier": Case(
+        "overwrite-in-use", f"{READ} {MMA} {COMMIT} {GAP} {WAIT} {OVERWRITE} {END}",
+        f"bar.warp.sync -1; {FREE}", FREE, events=("ld.shared", "st.shared"),
     ),
     "hands on what has been stored to tensor memory": Case(
         "race", f"{ST_0} {GAP} {mma('%r40+16')} {COMMIT} {WAIT} {AFTER} {mma(by='%p53')}"

@@ -71,15 +71,32 @@ class Sizes(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A call that the hazard check repeats: ``run`` of a kernel, ``errors`` of what that gave."""
+    """A call that the hazard check repeats.
+
+    Attributes:
+        run: calls a kernel, and returns (out, lse).
+        errors: of what ``run`` gave.
+        tiles: token tiles of its plan.
+    """
 
     run: Callable[[runtime.Kernel], tuple[Tensor, Tensor]]
     errors: Callable[[tuple[Tensor, Tensor]], Any]
+    tiles: int
 
 
 Small = Callable[[VariantSpec], Iterator[Call]]
 Judge = Callable[[VariantSpec, Iterable[Call]], Result]
 Truth = Callable[[VariantSpec, Mapping[str, Any]], dict[str, Tensor]]
+
+
+def elements(_spec: VariantSpec, call: Call) -> int:
+    """Elements of a call's results: the work of an op that walks no tiles."""
+    return sum(call.arguments[name].numel() for name in call.results.values())
+
+
+def planned(_spec: VariantSpec, call: Call) -> int:
+    """Token tiles of the plan that a decode's call carries."""
+    return int(call.job.plan.tiles)
 
 
 class Workload(NamedTuple):
@@ -100,6 +117,7 @@ class Workload(NamedTuple):
         moved: (spec, sizes) -> bytes read plus bytes written.
         bench: name of a bench row -> its modes -> the axes that they stand for.
         job: (spec, lengths, planner) -> a call of a decode behind the planning kernel.
+        tiles: (spec, call of ``small``) -> its tiles of work: without any, a check proves nothing.
     """
 
     small: Small
@@ -111,6 +129,7 @@ class Workload(NamedTuple):
     moved: Callable[[VariantSpec, Sizes], float] | None = None
     bench: Mapping[str, Mapping[str, Mapping[str, str]]] = {}
     job: Callable[[VariantSpec, Sequence[int], runtime.Kernel], Job] | None = None
+    tiles: Callable[[VariantSpec, Call], int] = elements
 
 
 # ---------------------------------------------------------------------------- judges

@@ -21,7 +21,16 @@ from snapmla.testing.comparison import DecodeErrors, decode_errors, mimic_of
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.workloads import exact, samples
-from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes, Workload, decoded
+from snapmla.testing.workloads.call import (
+    DTYPES,
+    NATURAL,
+    Call,
+    Job,
+    Sizes,
+    Workload,
+    decoded,
+    planned,
+)
 from snapmla.testing.workloads.exact import Array, Bits, Case, Recorded, Runner
 from snapmla.testing.workloads.samples import LENGTHS, PARTS, SHAPES, Source
 
@@ -124,7 +133,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
     """A ``DecodeJob`` behind the planning kernel."""
     job = DecodeJob(spec, lengths, planner=planner)
-    return Job(cast(Any, job.run), job.errors)
+    return Job(cast(Any, job.run), job.errors, job.plan.tiles)
 
 
 # ---------------------------------------------------------------------------- on record
@@ -232,4 +241,4 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of)
+WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of, tiles=planned)

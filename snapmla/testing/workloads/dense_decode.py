@@ -14,7 +14,7 @@ from snapmla import runtime
 from snapmla.decode_plan import new_workspace
 from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded
+from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded, planned
 from snapmla.testing.workloads.exact import LONG, STYLES, Array, Bits, Case, Recorded, Runner
 from snapmla.testing.workloads.samples import Source
 
@@ -31,7 +31,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     peaked = spec.arch == "sm_100a"
     amplitude = [300.0 if peaked and n == max(lengths) else 10.0 for n in lengths]
     job = DenseJob(spec, lengths, planner=planner, amplitude=amplitude)
-    return Job(job.run, job.errors)
+    return Job(job.run, job.errors, job.plan.tiles)
 
 
 def _rows(case: Case, bits: Bits, slot: Array, shape: tuple[int, int]) -> Array:
@@ -112,4 +112,4 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of)
+WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of, tiles=planned)

@@ -168,4 +168,9 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return sizes.heads * (2.0 * rows + 4.0 * t_q) + 2.0 * t_k * sum(rope) + 8.0 * -(-t_q // ROWS)
 
 
-WORKLOAD = Workload(small, judge, recorded, sized, moved=moved)
+def tiles(_spec: VariantSpec, call: Call) -> int:
+    """Tiles of keys of all row tiles."""
+    return int(call.job.tiles)
+
+
+WORKLOAD = Workload(small, judge, recorded, sized, moved=moved, tiles=tiles)

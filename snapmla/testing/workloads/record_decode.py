@@ -15,10 +15,10 @@ from snapmla import runtime
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
 from snapmla.testing.record_job import poisoned_rows
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded
+from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded, planned
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import PAGE, Source
-from snapmla.testing.workloads.sparse_records import ORDER, records, several_of_none
+from snapmla.testing.workloads.sparse_records import in_order, records, several_of_none
 
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3)}  # row tile: (heads, s_q)
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
@@ -54,7 +54,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     of the announcer has an even and an odd token."""
     ordered, parts = tuple(lengths), 3
     if spec.row_tile >= 32:
-        ordered, parts = tuple(lengths[i] for i in ORDER), 2
+        ordered, parts = in_order(lengths), 2
     heads, s_q = SHAPES[spec.row_tile]
     ordered = several_of_none(ordered)
     longest = (max((n for n in ordered if n % 2 == odd), default=0) for odd in range(2))
@@ -64,7 +64,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
         row_tile=spec.row_tile, nan_last=tuple(ordered.index(n) for n in longest if n),
     )  # fmt: skip
     job = PagedRecordJob(spec, shape, planner=planner)
-    return Job(job.run, job.errors)
+    return Job(job.run, job.errors, job.plan.tiles)
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
@@ -110,4 +110,4 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of)
+WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of, tiles=planned)

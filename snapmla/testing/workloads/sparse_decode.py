@@ -16,7 +16,16 @@ from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.sparse_job import HEAD_SCALE, SparseJob, SparseShape
 from snapmla.testing.workloads import exact, sparse_records
-from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes, Workload, decoded
+from snapmla.testing.workloads.call import (
+    DTYPES,
+    NATURAL,
+    Call,
+    Job,
+    Sizes,
+    Workload,
+    decoded,
+    planned,
+)
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import PAGE, Source
 
@@ -53,13 +62,13 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
         return sparse_records.job_of(spec, lengths, planner)
     ordered, parts = tuple(lengths), 3
     if spec.row_tile == 64 or (spec.pipeline, spec.row_tile) == ("f16", 32):
-        ordered, parts = tuple(lengths[i] for i in sparse_records.ORDER), 2
+        ordered, parts = sparse_records.in_order(lengths), 2
     shape = SparseShape(
         HEADS[spec.row_tile][1], max(lengths), ordered, 53, layout="packed", sink=True,
         style="swings", parts=parts,
     )  # fmt: skip
     job = SparseJob(spec, shape, planner=planner)
-    return Job(job.run, job.errors)
+    return Job(job.run, job.errors, job.plan.tiles)
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
@@ -129,4 +138,4 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of)
+WORKLOAD = Workload(small, decoded, recorded, sized, job=job_of, tiles=planned)

@@ -27,10 +27,16 @@ from snapmla.testing.workloads.samples import PAGE, Source
 PIPELINE = "mix16"  # whose cache is bytes
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
-# Of the lengths of a job where Q has one stage.  With two parts the first then has one tile, a list
-# of none, and five tiles of the longest: the KV ring is full of an item whose predecessor's Q
+# Of SM90's lengths of a job where Q has one stage.  With two parts the first then has one tile, a
+# list of none, and five tiles of the longest: the KV ring is full of an item whose predecessor's Q
 # nobody has had to read.
 ORDER = (3, 1, 2, 0, 4)
+
+
+def in_order(lengths: Sequence[int]) -> tuple[int, ...]:
+    """A job's lengths in ``ORDER``; as they are if they are not as many: SM100's ten begin with
+    empty lists, of which ``ORDER`` would choose five."""
+    return tuple(lengths[i] for i in ORDER) if len(lengths) == len(ORDER) else tuple(lengths)
 
 
 def several_of_none(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -65,14 +71,14 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     """A ``RecordJob`` behind the planning kernel: swinging logits, splits, sinks."""
     ordered, parts = tuple(lengths), 3
     if spec.row_tile >= 32:
-        ordered, parts = tuple(lengths[i] for i in ORDER), 2
+        ordered, parts = in_order(lengths), 2
     ordered = several_of_none(ordered)
     shape = RecordShape(
         HEADS[spec.row_tile][1], max(lengths), ordered, 53, layout="packed", sink=True,
         style="swings", parts=parts,
     )  # fmt: skip
     job = RecordJob(spec, shape, planner=planner)
-    return Job(job.run, job.errors)
+    return Job(job.run, job.errors, job.plan.tiles)
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
