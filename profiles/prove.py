@@ -39,7 +39,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from codegen import compile as compiler
 from codegen import matrix, toolchain
 from codegen.artifacts import ROOT, write_atomic
-from dsl_kernels.families import DECODE
+from dsl_kernels import registry
+from dsl_kernels.families import ARCHS, DECODE
 from dsl_kernels.spec import VariantSpec
 from profiles.bench import commit
 from profiles.explained import EXPLAINED, EXPLAINED_OF, EXPLAINED_SM100
@@ -74,11 +75,13 @@ BESIDE = ("mha_fwd_d128_df16_sm90a", "sparse_decode_mix16_r64_obf16_kvfp8_v4_sm9
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
 STAND_INS = ("select_topk",)
+# Of SM90's source, the smaller one of SM100.
+TWINS = ("select_topk_t64_e8_c2_sm100a",)
 KINDS = {
     "build": "every variant compiled and audited",
     "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",
     "schedules": f"the test set under {SCHEDULES} adversarial schedules with the hazard check, "
-    f"every other decode of SM100 under {FEW}",
+    f"every other kernel of SM100's own under {FEW}",
     "mutants": "a variant of each kernel and row tile without each synchronisation: who notices",
     "replay": "all 2^32 arguments of each special function against the H200's",
     "sample": "SM100's decode at points where every two values of every two axes meet",
@@ -160,14 +163,15 @@ def steps() -> list[Step]:
     variant_key.cache_clear()
     hopper, blackwell = (matrix.default_specs(arch) for arch in ("sm_90a", "sm_100a"))
     every = [*hopper, *blackwell]
-    # helper kernels have one source for both architectures: they are studied on one
-    decodes = [spec for spec in blackwell if not spec.family.helper]
+    # kernels of one source for both architectures are studied on one; of SM100's, schedules of few
+    own = [spec for spec in blackwell if not one_source(spec)]
     found = [_build(group) for group in _families(every)]
     found += [_variant(spec) for spec in every]
-    chosen = [spec for some in (hopper, decodes) for spec in matrix.sample(some, thorough=True)]
+    chosen = [spec for some in (hopper, own) for spec in matrix.sample(some, thorough=True)]
     chosen = [spec for spec in chosen if spec.op not in STAND_INS]
     found += [_schedules(spec) for spec in chosen]
-    found += [_schedules(spec, FEW) for spec in decodes if spec not in chosen]
+    found += [_schedules(spec, FEW) for spec in own if spec not in chosen]
+    found += [_schedules(spec) for spec in twins(blackwell)]
     studied = _families(chosen)
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     asked = [VariantSpec.from_name(name) for name in (*ASKED, *BESIDE)]
@@ -177,6 +181,18 @@ def steps() -> list[Step]:
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
     found += [_tests(path, every) for path in whole_matrix_files()]
     return [*found, _rehearsal()]
+
+
+def one_source(spec: VariantSpec) -> bool:
+    """Whether one module builds the variant and its twin of the other architecture."""
+    modules = {registry.module_name(spec.replace(arch=arch)) for arch in ARCHS}
+    return len(modules) == 1
+
+
+def twins(blackwell: Iterable[VariantSpec]) -> list[VariantSpec]:
+    """Of SM100's kernels that are SM90's sources one an op."""
+    shared = [spec for spec in blackwell if one_source(spec) and spec.op not in STAND_INS]
+    return [*matrix.sample(shared), *map(VariantSpec.from_name, TWINS)]
 
 
 def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from codegen import artifacts, toolchain
+from codegen import artifacts, matrix, toolchain
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
@@ -47,13 +47,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``@pytest.mark.variants(pattern, everyday=narrower)``: ``spec`` is each variant of the run
-    that matches; ``everyday`` is for runs of the test set."""
+    """``@pytest.mark.variants(patterns, everyday=narrower)``: ``spec`` is each variant of the run
+    that matches one of them, separated by commas; ``everyday`` is for runs of the test set."""
     marker = metafunc.definition.get_closest_marker("variants")
     if marker is not None:
         whole = metafunc.config.getoption("--whole-matrix")
         pattern = marker.args[0] if whole else marker.kwargs.get("everyday", marker.args[0])
-        specs = [s for s in shipped(whole=whole) if fnmatch.fnmatchcase(s.name, pattern)]
+        globs = matrix.globs(pattern)
+        known = shipped(whole=whole)
+        specs = [s for s in known if any(fnmatch.fnmatchcase(s.name, glob) for glob in globs)]
         if not specs and toolchain.have_compiler():  # without one, no variant is to be had
             raise pytest.UsageError(f"{metafunc.definition.nodeid}: no variant is {pattern!r}")
         metafunc.parametrize("spec", specs, ids=[spec.name for spec in specs])

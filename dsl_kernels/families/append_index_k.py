@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Values, helper
 
 
-def points(arch: str) -> Iterator[Values]:
+def points(_arch: str) -> Iterator[Values]:
     """Keys and slots as engines have them; the rest is built when it is asked for."""
-    if arch == "sm_90a":
-        yield {"in_dtype": "bf16", "index_dtype": "i64"}
+    yield {"in_dtype": "bf16", "index_dtype": "i64"}
 
 
 FAMILY = helper(

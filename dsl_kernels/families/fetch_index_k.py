@@ -12,9 +12,11 @@ MODE = Axis("mode", "", ("indices", "ragged"))  # flat slots; block table and pa
 INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32", named=False)  # of mode ``indices``
 
 
-def points(_arch: str) -> Iterator[Values]:
-    """None by default: each is built when it is asked for."""
-    yield from ()
+def points(arch: str) -> Iterator[Values]:
+    """On Blackwell the keys of prompts' prefixes as they are stored, which engines gather; the rest
+    is built when it is asked for."""
+    if arch == "sm_100a":
+        yield {"key_dtype": "fp8", "mode": "ragged"}
 
 
 FAMILY = helper(

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from .family import Values, helper
-
-
-def points(arch: str) -> Iterator[Values]:
-    """On Hopper, where the rest of an indexer's step is."""
-    if arch == "sm_90a":
-        yield {}
-
+from .family import helper
 
 FAMILY = helper(
     "index_rows",
-    points=points,
     shown=("cache_seqlens", "block_table", "lengths"),
     results=("lengths", "tables"),
 )

@@ -38,6 +38,21 @@ def test_clean_and_right(spec: VariantSpec) -> None:
     assert result.passed, result.summary
 
 
+@pytest.mark.whole_matrix
+@pytest.mark.variants(
+    "append_index_k_*_sm100a,index_rows_sm100a,fetch_index_k_*_sm100a,mha_items_sm100a,"
+    "merge_states_*_v128_sm100a,select_topk_*_e8_c1_sm100a",
+    everyday="index_rows_sm100a",
+)
+def test_an_indexers_step_on_sm100_under_schedules(spec: VariantSpec) -> None:
+    """SM90's sources; ``make prove`` goes on to a hundred schedules."""
+    workload = selfcheck.Workload(spec, up_to_date(spec))
+    for seed in range(12):
+        with using(mutate.schedule(seed)):
+            result = workload.run()
+        assert result.passed, (seed, result.summary)
+
+
 @pytest.mark.variants("merge_o*_sm90a")
 def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
     """Without the hazard check: the comparison alone."""

@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from codegen import matrix
+from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from profiles import prove
 from profiles.prove import Book, Outcome, Step
@@ -261,9 +262,13 @@ def test_steps_are_the_whole_matrix() -> None:
     every = [s for arch in ("sm_90a", "sm_100a") for s in matrix.default_specs(arch)]
     hopper = matrix.default_specs("sm_90a")
     sample = {s.name for s in matrix.sample(hopper, thorough=True)}
-    # helper kernels have one source for both architectures: they are studied on one
-    blackwell = matrix.sample(matrix.default_specs("sm_100a"), thorough=True)
-    sample |= {s.name for s in blackwell if not s.family.helper}
+    # kernels of one source for both architectures are studied on one
+    blackwell = matrix.default_specs("sm_100a")
+    own = [s for s in blackwell if "sm100" in str(registry.module_name(s))]
+    sample |= {s.name for s in matrix.sample(own, thorough=True)}
+    twins = {s.name for s in prove.twins(blackwell)} - set(prove.TWINS)
+    shared = {s.op for s in blackwell} - {s.op for s in own} - set(prove.STAND_INS)
+    assert sorted(VariantSpec.from_name(name).op for name in twins) == sorted(shared)
     asked = {VariantSpec.from_name(name).op for name in prove.ASKED}
     assert set(prove.STAND_INS) <= asked
     sample = {name for name in sample if VariantSpec.from_name(name).op not in prove.STAND_INS}
@@ -276,10 +281,12 @@ def test_steps_are_the_whole_matrix() -> None:
     assert set(prove.BESIDE) <= {s.name for s in every} - sample
     for kind in ("schedules", "mutants"):
         more = {*prove.ASKED, *prove.BESIDE}
+        if kind == "schedules":
+            more |= twins | set(prove.TWINS)
         assert more <= by_kind[kind]
         by_kind[kind] -= more
     assert by_kind["variant"] == {s.name for s in every}
-    decodes = {s.name for s in matrix.default_specs("sm_100a") if not s.family.helper}
+    decodes = {s.name for s in own}
     assert by_kind["schedules"] == sample | decodes and by_kind["mutants"] <= sample
     seeds = {s.what: int(s.commands[-1][-1]) for s in steps if s.kind == "schedules"}
     assert {name for name, n in seeds.items() if n == prove.FEW} == decodes - sample
@@ -289,7 +296,8 @@ def test_steps_are_the_whole_matrix() -> None:
     def kernel(spec: VariantSpec) -> tuple[object, ...]:
         return (spec.op, *(v for axis, v in spec.values if axis in ("pipeline", "row_tile")))
 
-    kernels = {kernel(s) for s in every if s.op not in prove.STAND_INS}
+    alone = [s for s in every if s.arch == "sm_90a" or s in own]
+    kernels = {kernel(s) for s in alone if s.op not in prove.STAND_INS}
     assert set(map(kernel, studied)) == kernels
     assert len(studied) == len(kernels)
     for step in steps:
