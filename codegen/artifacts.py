@@ -78,6 +78,7 @@ class Record:
         source_hash, sources: content hash of the kernel's import closure within dsl_kernels.
         dsl_version, flavour: nvidia-cutlass-dsl version; toolkit flavour (``cu12``, ``cu13``).
         options: compile options.
+        target: what the cubin was assembled for; cards that load it: ``dsl_kernels.families``.
         host_cpu: what the host half's instructions are limited to, empty: the building machine's.
         arguments: of the exported function, see ``codegen.abi``.
         registers: at launch, as ptxas assigned them: of the kernel that has most.
@@ -109,6 +110,7 @@ class Record:
     flavour: str
     options: str
     host_cpu: str = ""
+    target: str = ""
     arguments: list[dict[str, Any]] = field(default_factory=list)
     ptx_version: str = ""
     threads: int = 0

@@ -22,6 +22,7 @@ from pathlib import Path
 from codegen import toolchain
 from codegen.artifacts import Record
 from dsl_kernels.common import budget
+from dsl_kernels.families import TARGETS
 
 SMEM_LIMIT = budget.SMEM_MAX
 WARPGROUP = 128
@@ -45,6 +46,7 @@ _BEYOND = re.compile(
     r"\t(?:v[a-z]\w+|andn|bextr|bls(?:i|r|msk)|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|tzcnt|lzcnt|movbe)"
     r"\s"
 )
+_ASSEMBLED_FOR = re.compile(rb"-arch (sm_\w+)")  # ptxas' command line, a note in the cubin
 _CONFIG_SMEM = re.compile(
     r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*struct<\(array<3 x i32>, array<3 x i32>, i64"
 )
@@ -134,6 +136,22 @@ def read_host_module(record: Record, module: str) -> None:
         if value is not None:
             sizes.append(int(value.group(1)))
     record.dynamic_smem = max(sizes, default=None)
+
+
+def read_target(record: Record, cubin: bytes) -> None:
+    """Fills what the cubin was assembled for, as ptxas noted it in the cubin.
+
+    Raises:
+        RuntimeError: there is no such note, or of a target that no card is known to load.
+    """
+    found = {name.decode() for name in _ASSEMBLED_FOR.findall(cubin)}
+    if len(found) != 1 or not found <= set(TARGETS):
+        some = ", ".join(sorted(found)) or "nothing"
+        raise RuntimeError(
+            f"{record.name}: the cubin says that it is for {some}, expected one of "
+            f"{', '.join(TARGETS)}"
+        )
+    (record.target,) = found
 
 
 def read_sass(record: Record, cubin: bytes) -> None:

@@ -137,7 +137,7 @@ def ensure(
         files = artifacts.paths(out_dir, spec)
         if not linked or _linked(record, out_dir):
             return record, False
-        record.link = link.link(files["o"], files["so"], spec.arch, record.flavour)
+        record.link = link.link(files["o"], files["so"], record.target, record.flavour)
         artifacts.finish(out_dir, record)
         return record, True
 
@@ -182,6 +182,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
         audit.read_ptx(record, made.ptx)
         audit.read_counts(record, made.ptx)
         audit.read_host_module(record, made.module)
+        audit.read_target(record, made.cubin)
         audit.read_sass(record, made.cubin)
     except Exception as error:
         text = "".join(log)
@@ -198,7 +199,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
     artifacts.write_atomic(files["o"], obj)
     artifacts.write_atomic(files["ptx"], made.ptx)
     if linked:
-        record.link = link.link(files["o"], files["so"], spec.arch, record.flavour)
+        record.link = link.link(files["o"], files["so"], record.target, record.flavour)
     artifacts.finish(out_dir, record)
     return record
 
@@ -225,7 +226,8 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
     function, fakes = registry.build(spec)
     arguments = abi.describe(function, fakes)  # before compiling: it refuses what is out of order
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir={shlex.quote(str(tmp))}"
+    target = toolchain.target_of(spec.arch)
+    options = f"{OPTIONS} --gpu-arch {target} --dump-dir={shlex.quote(str(tmp))}"
     with _relative_sources(), _storage_noted() as storage:
         compiled = cute.compile(function, *fakes.values(), stream, options=options)
     module = str(compiled.ir_module)

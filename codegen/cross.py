@@ -157,7 +157,7 @@ def build(spec: VariantSpec, native_dir: Path, out_dir: Path, target: Target) ->
             raise compiler.BuildError(spec, [str(error) or type(error).__name__]) from error
         if same_sass.cubins(obj) != same_sass.cubins(model["o"]):
             raise compiler.BuildError(spec, ["the device code is not that of this machine's build"])
-        link_for(target, obj, library, spec.arch, native.flavour)
+        link_for(target, obj, library, native.target, native.flavour)
         record = dataclasses.replace(
             native, key=key(native, target), host_cpu=target.cpu, host_beyond=None,
             link=link.identity(), checksums={},
@@ -178,7 +178,8 @@ def _export(spec: VariantSpec, tmp: Path, obj: Path, target: Target) -> None:
 
     function, fakes = registry.build(spec)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"{compiler.OPTIONS} --gpu-arch {spec.arch} --dump-dir={shlex.quote(str(tmp))}"
+    gpu = toolchain.target_of(spec.arch)
+    options = f"{compiler.OPTIONS} --gpu-arch {gpu} --dump-dir={shlex.quote(str(tmp))}"
     with _relative_sources():
         compiled = cute.compile(function, *fakes.values(), stream, options=options)
     name = compiled.function_name

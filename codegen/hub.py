@@ -100,7 +100,7 @@ def make(
         _host(root, identity)
         bundle.copy_variants(root / "variants", Path(tmp, "include"), records, variant_dir)
         shutil.copyfile(ROOT / "LICENSE", root / "LICENSE")
-        text = json.dumps(_metadata(root, identity, version, arch), indent=1)
+        text = json.dumps(_metadata(root, identity, version, records[0].target or arch), indent=1)
         (root / "metadata.json").write_text(text + "\n")
         shutil.rmtree(final, ignore_errors=True)
         root.rename(final)

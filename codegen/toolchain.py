@@ -17,6 +17,8 @@ from typing import Any
 _DSL = "nvidia-cutlass-dsl"
 ENV_CUDA = "SNAPMLA_CUDA"
 MAJORS = (12, 13)  # toolkit flavours of the DSL
+# Targets that all cards of a family load, and the first CUDA whose ptxas knows them.
+_OF_FAMILY = {"sm_100a": ("sm_100f", (12, 9))}
 _EXTENSION = "cutlass._mlir._mlir_libs._cutlass_ir"
 
 
@@ -120,6 +122,19 @@ def import_compiler() -> None:
     file = getattr(sys.modules.get(_EXTENSION), "__file__", "") or ""
     if f".{wanted}." not in Path(file).name:
         raise RuntimeError(f"the DSL loaded {Path(file).name or 'nothing'}, {wanted} was asked for")
+
+
+def target_of(arch: str) -> str:
+    """What variants of ``arch`` are assembled for: its family's target where the imported toolkit
+    has one (sm_100f, which B200 and B300 load), else ``arch`` itself."""
+    target, since = _OF_FAMILY.get(arch, (arch, (0, 0)))
+    return target if toolkit() >= since else arch
+
+
+def toolkit() -> tuple[int, int]:
+    """(major, minor) of the CUDA toolkit of the flavour that ``import_compiler`` imported."""
+    found = importlib.import_module("cutlass.base_dsl.version_info").CUDA_VERSION
+    return int(found.major), int(found.minor)
 
 
 def _dist(name: str) -> bool:

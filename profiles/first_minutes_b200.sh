@@ -30,7 +30,8 @@ steps() {
 info|60|card, driver, Python, packages|WHEELS, PYTHON: nothing of ours ran yet
 helpers|120|cache writers, readers, quantisers: no tensor cores, no tensor memory|launch shim, tensor maps, PDL: docs/troubleshooting.md
 plans|120|planner, records, merge|the same, and cooperative reads of tables
-decode|120|small calls of every decode kernel, judged by the software GPU's references|tcgen05, tensor memory, register counts: one variant under `memcheck`
+indexer|120|index keys, their rows, top-k, logits, MHA's list|clusters and their barriers; `index_logits`: tcgen05
+decode|120|small calls of every decode kernel, sparse ones too, judged by the software GPU's references|tcgen05, tensor memory, register counts: one variant under `memcheck`
 memcheck|180|one decode kernel under compute-sanitizer|an address: its report names the instruction
 tests|240|all tests that want a GPU|junit in tests.xml, gpu-tests-CARD.md
 speed|180|a few shapes beside this card's own copy and GEMM rates|predictions: docs/performance.md
@@ -67,7 +68,8 @@ run() {
         info) part info ;;
         helpers) small_calls 'append_kv|quantize_q|fetch_dequant' ;;
         plans) small_calls 'plan_decode|plan_to_records|records_to_plan|merge' ;;
-        decode) small_calls 'decode_|dense_decode' ;;
+        indexer) small_calls 'append_index_k|index_rows|fetch_index_k|select_topk|index_logits|mha_' ;;
+        decode) small_calls 'decode_|dense_decode|record_decode|sparse_' ;;
         memcheck) small_calls "$smallest" 'compute-sanitizer --tool memcheck --error-exitcode 9' ;;
         tests) part tests ;;
         speed)

@@ -46,6 +46,7 @@ class Folder:
         damaged: files that are not as they were built; their variants do not count.
         outdated: variants of other kernel sources than those here, which run as they are because
             nothing is compiled; empty where they would be compiled, and where there are no sources.
+        narrow: variants of sm_100a that a B300 does not load: their cubins are for sm_100a alone.
     """
 
     what: str
@@ -54,6 +55,7 @@ class Folder:
     refused: str | None = None
     damaged: list[str] = field(default_factory=list)
     outdated: list[str] = field(default_factory=list)
+    narrow: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Info:
         missing: for a GPU that cannot decode, and for the software GPU where there is no GPU.
         absent: a sentence for each kind of kernels of which ops have no variant for a card here,
             and none can be compiled: how they are made.  A wheel of a part has them meant to be so.
+            And one for each folder with variants that not all cards of their family load.
     """
 
     package: dict[str, str]
@@ -109,7 +112,7 @@ def collect() -> Info:
         wrong = [*_without_libraries(info), *_wrong_with(card)]
         info.decodes.append(not wrong)
         info.missing += (text for text in wrong if text not in info.missing)
-    info.absent += _absent(info)
+    info.absent += [*_absent(info), *_narrow(info)]
     if not cards and driver is not None:
         built = torch.version.cuda
         info.missing.append(
@@ -152,6 +155,15 @@ def _card(index: int) -> Card:
     return Card(torch.cuda.get_device_name(index), f"sm_{capability[0]}{capability[1]}", arch)
 
 
+B300 = (10, 3)
+
+
+def _numbers(capability: str) -> tuple[int, int]:
+    """(major, minor) of ``sm_103``."""
+    digits = capability.removeprefix("sm_")
+    return int(digits[:-1]), int(digits[-1])
+
+
 def family(spec: VariantSpec) -> str:
     """What a variant is counted as."""
     return " ".join([spec.op, *(str(getattr(spec, axis)) for axis in spec.family.counted_by)])
@@ -159,7 +171,7 @@ def family(spec: VariantSpec) -> str:
 
 def _folder(place: env.Place) -> Folder:
     count: dict[str, int] = {}
-    damaged, outdated = [], []
+    damaged, outdated, narrow = [], [], []
     stay = runtime.jit_refusal() is not None
     for spec in runtime.available([place.path]) if place.refused is None else ():
         artifact = runtime.find(spec, [place.path])
@@ -169,12 +181,14 @@ def _folder(place: env.Place) -> Folder:
         if any(wrong):
             damaged += [found.path.name for found in wrong if found is not None]
             continue
+        if runtime.other_cards(artifact, [B300]) is not None:
+            narrow.append(spec.name)
         name = f"{spec.arch} {family(spec)}"
         count[name] = count.get(name, 0) + 1
         if stay and artifact.source_hash and runtime.other_sources(spec, artifact):
             outdated.append(spec.name)
     what = place.what.replace("`", "")
-    return Folder(what, str(place.path), count, place.refused, damaged, outdated)
+    return Folder(what, str(place.path), count, place.refused, damaged, outdated, narrow)
 
 
 def _wrong_with_folder(folder: Folder) -> Iterator[str]:
@@ -213,10 +227,7 @@ def needed(arch: str) -> list[VariantSpec]:
 def _wrong_with(card: Card) -> Iterator[str]:
     """Why a card does not decode; nothing where what is missing would be compiled."""
     if card.arch is None:
-        yield (
-            f"{card.name} is {card.capability}: kernels are built for sm_90 (Hopper) and sm_100 "
-            "(Blackwell); snapmla.reference runs anywhere"
-        )
+        yield runtime.unserved(card.name, _numbers(card.capability))
         return
     refusal = runtime.jit_refusal()
     specs = needed(card.arch)
@@ -237,7 +248,11 @@ def _wrong_with(card: Card) -> Iterator[str]:
         artifact = runtime.find(spec)
         if artifact is None:
             continue
-        reason = runtime.too_new(artifact) or runtime.damage(artifact, need_library=True)
+        reason = (
+            runtime.too_new(artifact)
+            or runtime.other_cards(artifact, [_numbers(card.capability)])
+            or runtime.damage(artifact, need_library=True)
+        )
         if reason is not None:
             yield str(reason)
             return
@@ -264,6 +279,16 @@ def _absent(info: Info) -> Iterator[str]:
                 f"ARCH={arch} KIND={kind}` builds a wheel of them, `make precompile ARCH={arch} "
                 f"KIND={kind}` a folder for {env.VARIANT_DIR.name}"
             )
+
+
+def _narrow(info: Info) -> Iterator[str]:
+    """Which folders' variants of sm_100a do not serve a B300."""
+    for folder in (folder for folder in info.folders if folder.narrow):
+        yield (
+            f"sm_103 (B300) is not served by {len(folder.narrow)} variants in {folder.path} "
+            f"({folder.narrow[0]}), which were assembled for sm_100a alone: `make precompile "
+            "ARCH=sm_100a` with CUDA 12.9 or newer assembles them for both"
+        )
 
 
 _INSTALL_CC = "install gcc or clang, or let CC name one"

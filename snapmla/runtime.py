@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.families import ARCHS
+from dsl_kernels.families import ARCHS, TARGETS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, env
 from snapmla.errors import UnsupportedDeviceError, VariantError
@@ -39,19 +39,28 @@ log = logging.getLogger("snapmla")
 
 BUNDLE = "bundle.json"  # all records of a bundle's variants
 OLDEST_CUDA = 12  # major that variants can be built for
-_ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+_ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_100a"}
+# Where other projects' kernels serve MLA, by the major of a compute capability.
+_ELSEWHERE = {
+    12: "FlashInfer's sparse MLA kernels for SM120 and SM121, and vLLM's Triton fallback, serve "
+    "there"
+}
 _NEVER_ON_HARDWARE = ("sm_100a",)
 _kernels: dict[tuple[VariantSpec, str], Kernel] = {}
 _modules: list[Any] = []  # libraries must outlive the functions taken from them
 _lock = threading.RLock()
 _told: set[str] = set()  # what was said once
+_met: set[tuple[int, int]] = (
+    set()
+)  # compute capabilities of the GPUs that ``arch_of`` was asked for
 
 
 @dataclass(frozen=True)
 class Artifact:
     """A built variant on disk; ``library`` is None if it was not linked.
 
-    ``cuda`` is the CUDA major it was built with, 0 if unknown; ``arch`` its target; ``checksums``
+    ``cuda`` is the CUDA major it was built with, 0 if unknown; ``arch`` its architecture;
+    ``target`` what its cubin was assembled for (``dsl_kernels.families.TARGETS``); ``checksums``
     its files' SHA-256 by suffix, as far as they are known.
     """
 
@@ -61,6 +70,7 @@ class Artifact:
     source_hash: str
     cuda: int = 0
     arch: str = ""
+    target: str = ""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -105,10 +115,8 @@ def arch_of(device: torch.device) -> str:
         )
     capability = torch.cuda.get_device_capability(device)
     if capability not in _ARCH_OF_CAPABILITY:
-        raise UnsupportedDeviceError(
-            f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}: kernels "
-            "are built for sm_90 (Hopper) and sm_100 (Blackwell); snapmla.reference runs anywhere"
-        )
+        raise UnsupportedDeviceError(unserved(torch.cuda.get_device_name(device), capability))
+    _met.add(capability)
     arch = _ARCH_OF_CAPABILITY[capability]
     if arch in _NEVER_ON_HARDWARE:
         log.warning(
@@ -116,6 +124,16 @@ def arch_of(device: torch.device) -> str:
             "compare results with snapmla.reference", torch.cuda.get_device_name(device), arch,
         )  # fmt: skip
     return arch
+
+
+def unserved(name: str, capability: tuple[int, int]) -> str:
+    """Why no kernel runs on a card of a compute capability, and what does there."""
+    reason = (
+        f"{name} is sm_{capability[0]}{capability[1]}: kernels are built for sm_90 (Hopper), "
+        "sm_100 and sm_103 (Blackwell)"
+    )
+    elsewhere = _ELSEWHERE.get(capability[0])
+    return "; ".join(filter(None, (reason, elsewhere, "snapmla.reference runs anywhere")))
 
 
 def kernel(spec: VariantSpec, device_type: str) -> Kernel:
@@ -185,7 +203,7 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
             f"{artifact.name}: {artifact.directory} has the object but no .so; run "
             "`python -m codegen precompile` on a machine with a C compiler"
         )
-    if (reason := too_new(artifact)) is not None:
+    if (reason := too_new(artifact) or other_cards(artifact)) is not None:
         raise VariantError(reason)
     import tvm_ffi
 
@@ -241,6 +259,7 @@ def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifa
             source_hash=record.get("source_hash", ""),
             cuda=int(cuda) if cuda.isdigit() else 0,
             arch=spec.arch,
+            target=record.get("target") or spec.arch,  # of older builds
             checksums=_checksums(record),
         )
         if artifact.obj.is_file() or artifact.library is not None:
@@ -358,6 +377,24 @@ def too_new(artifact: Artifact) -> str | None:
     return f"{reason}, or build with `make precompile CUDA={driver[0]}`"
 
 
+def other_cards(artifact: Artifact, met: Iterable[tuple[int, int]] | None = None) -> str | None:
+    """Why a card does not load the variant, or None: its cubin was assembled for others.
+
+    Args:
+        met: compute capabilities of cards; None: of those that calls have named.
+    """
+    for capability in sorted(_met if met is None else met):
+        serves = TARGETS.get(artifact.target, ())
+        if _ARCH_OF_CAPABILITY.get(capability) == artifact.arch and capability not in serves:
+            return (
+                f"variant {artifact.name} in {artifact.directory} was assembled for "
+                f"{artifact.target}, which sm_{capability[0]}{capability[1]} does not load: "
+                f"`make precompile ARCH={artifact.arch}` with CUDA 12.9 or newer builds for all "
+                "cards of the family"
+            )
+    return None
+
+
 def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
     """Like ``find``, but compiles what is missing or outdated, if that is allowed here."""
     if registry.module_name(spec) is None:
@@ -367,7 +404,8 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
     wrong = _damaged_record(spec.name) if artifact is None else damage(artifact, need_library)
     if artifact is not None and wrong is None:
         complete = artifact.library is not None if need_library else artifact.ptx.is_file()
-        if complete and need_library and (reason := too_new(artifact)) is not None:
+        reason = too_new(artifact) or other_cards(artifact) if need_library else None
+        if complete and reason is not None:
             if refusal is not None:
                 raise VariantError(reason)
         elif complete and refusal is not None:

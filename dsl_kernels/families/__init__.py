@@ -33,6 +33,13 @@ from .family import DECODE, HELPER, MHA, PREFILL, Axis, Family
 from .formats import FORMATS, Format
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
+# What a cubin is assembled for -> the compute capabilities that load it; variants of sm_100a are
+# assembled for either of the last two, and named alike.
+TARGETS: dict[str, tuple[tuple[int, int], ...]] = {
+    "sm_90a": ((9, 0),),
+    "sm_100a": ((10, 0),),
+    "sm_100f": ((10, 0), (10, 3)),
+}
 _MODULES = (
     plan_decode,
     records_to_plan,
@@ -66,6 +73,7 @@ __all__ = [
     "HELPER",
     "MHA",
     "PREFILL",
+    "TARGETS",
     "Axis",
     "Family",
     "Format",

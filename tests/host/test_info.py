@@ -43,10 +43,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     runtime.arch_of.cache_clear()
 
 
-def place(folder: Path, spec: VariantSpec, flavour: str = "cu13") -> None:
+def place(folder: Path, spec: VariantSpec, flavour: str = "cu13", target: str = "") -> None:
     for suffix in ("o", "ptx", "so"):
         (folder / f"{spec.name}.{suffix}").touch()
-    (folder / f"{spec.name}.json").write_text(json.dumps({"name": spec.name, "flavour": flavour}))
+    record = {"name": spec.name, "flavour": flavour, "target": target}
+    (folder / f"{spec.name}.json").write_text(json.dumps(record))
 
 
 def step(folder: Path, flavour: str = "cu13") -> None:
@@ -187,9 +188,29 @@ def test_another_card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     found = info.collect()
     assert not found.good and found.cards[0].arch is None
     assert found.missing == [
-        "NVIDIA A100 is sm_80: kernels are built for sm_90 (Hopper) and sm_100 (Blackwell); "
-        "snapmla.reference runs anywhere"
+        "NVIDIA A100 is sm_80: kernels are built for sm_90 (Hopper), sm_100 and sm_103 "
+        "(Blackwell); snapmla.reference runs anywhere"
     ]
+
+
+@pytest.mark.parametrize(("target", "good"), [("sm_100a", False), ("sm_100f", True)])
+def test_a_b300_and_what_a_build_is_for(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, target: str, good: bool
+) -> None:
+    """By what each record says; the report tells it on any machine."""
+    for spec in info.needed("sm_100a"):
+        place(folder, spec, target=target)
+    narrow = 0 if good else len(info.needed("sm_100a"))
+    card(monkeypatch, (10, 3), "NVIDIA B300")
+    found = info.collect()
+    assert found.good == good and found.cards == [info.Card("NVIDIA B300", "sm_103", "sm_100a")]
+    assert len(found.folders[0].narrow) == narrow
+    texts = [text for text in found.absent if text.startswith("sm_103 (B300) is not served by")]
+    assert len(texts) == len(found.missing) == (not good)
+    if not good:
+        assert "was assembled for sm_100a, which sm_103 does not load" in found.missing[0]
+    card(monkeypatch, (10, 0), "NVIDIA B200")
+    assert info.collect().good
 
 
 def test_no_card_but_the_software_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -472,7 +472,7 @@ def test_other_architectures_get_one_sentence(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UnsupportedDeviceError) as caught:
         runtime.arch_of(torch.device("cuda", 7))
     assert str(caught.value) == (
-        "NVIDIA A100-SXM4-80GB is sm_80: kernels are built for sm_90 (Hopper) and sm_100 "
+        "NVIDIA A100-SXM4-80GB is sm_80: kernels are built for sm_90 (Hopper), sm_100 and sm_103 "
         "(Blackwell); snapmla.reference runs anywhere"
     )
 

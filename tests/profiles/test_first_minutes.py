@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from codegen import matrix
+from dsl_kernels.families import FAMILIES
 from profiles import shapes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,13 +35,24 @@ def test_steps_fit_ten_minutes_of_commands_that_exist() -> None:
     listed = script("--list")
     assert listed.returncode == 0, listed.stderr
     names = [line.split()[0] for line in listed.stdout.splitlines()]
-    assert names[:4] == ["info", "helpers", "plans", "decode"]
+    assert names[:5] == ["info", "helpers", "plans", "indexer", "decode"]
     cases = re.findall(r"^        (\w+)\)", SCRIPT.read_text(), re.MULTILINE)
     assert sorted(cases) == sorted(names)
     assert setting("smallest") in {spec.name for spec in matrix.default_specs("sm_100a")}
     for label in setting("shapes").split(","):
         shapes.parse(label)
     assert len(SCRIPT.read_text().splitlines()) <= 150
+
+
+def test_every_variant_of_sm100_is_in_a_step() -> None:
+    """Small calls of all that is built, by names: of what lands later, too."""
+    globs = re.findall(r"small_calls '([\w|]+)'", SCRIPT.read_text())
+    chosen = [re.compile(rf"({glob})") for glob in globs]
+    for op, family in FAMILIES.items():
+        names = [spec.name for spec in matrix.points("sm_100a") if spec.op == op]
+        for name in names or [f"{op}_sm100a"]:
+            found = [glob.pattern for glob in chosen if glob.match(name)]
+            assert found, f"no step of {SCRIPT.name} runs {name}, of kind {family.kind}"
 
 
 def test_what_is_skipped_is_no_success(tmp_path: Path) -> None:
