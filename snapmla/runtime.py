@@ -50,9 +50,7 @@ _kernels: dict[tuple[VariantSpec, str], Kernel] = {}
 _modules: list[Any] = []  # libraries must outlive the functions taken from them
 _lock = threading.RLock()
 _told: set[str] = set()  # what was said once
-_met: set[tuple[int, int]] = (
-    set()
-)  # compute capabilities of the GPUs that ``arch_of`` was asked for
+_met: set[tuple[int, int]] = set()  # capabilities of the GPUs that ``arch_of`` was asked for
 
 
 @dataclass(frozen=True)
