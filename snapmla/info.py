@@ -28,7 +28,7 @@ _LIBRARIES = ("apache-tvm-ffi", "numpy", "nvidia-cutlass-dsl")
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU: name, ``sm_90`` and so on, and the target of its kernels, None if there are none."""
+    """One GPU: name, capability as "sm_90", and its kernels' target, None if there are none."""
 
     name: str
     capability: str
