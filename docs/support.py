@@ -56,11 +56,11 @@ def _dense() -> dict[str, tuple[str, Values]]:
 
 
 def _sparse() -> dict[str, tuple[str, Values]]:
-    """Sparse decode: the pipeline that a format's record names; rows of BF16 have their own."""
+    """Sparse decode: of a format that its record says; rows of BF16 have their own."""
     found: dict[str, tuple[str, Values]] = {}
     for name, record in FORMATS.items():
         if record.sparse:
-            found[name] = ("sparse_decode", {"pipeline": record.sparse, "cache_dtype": name})
+            found[name] = ("sparse_decode", {"cache_dtype": name})
         elif FAMILIES["sparse_prefill"].axis("dtype").values == (name,):  # type: ignore[union-attr]
             found[name] = ("sparse_prefill", {"lists": "split"})
     return found
@@ -86,7 +86,7 @@ OPERATIONS = (
         "sparse_528_cost": ("fp8_v41_planar", "fp8_v41_rows", "fp8_nope"),
     }),
     Operation("`sparse_prefill`", ({
-        "fp8": ("sparse_decode", {"pipeline": "etap", "cache_dtype": "fp8"}),
+        "fp8": ("sparse_decode", {"cache_dtype": "fp8"}),
         "bf16": ("sparse_prefill", {"lists": "one"}),
     },), {
         "sparse_prefill_cost": ("bf16",), "sparse_prefill_cost-h100": ("bf16",),

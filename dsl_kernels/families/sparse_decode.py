@@ -12,10 +12,11 @@ PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
     "mix16",  # bytes with several scales a token, 16-bit products: by cache_dtype
     "f16",  # a scale a token (cache "fp8"), 16-bit products
+    "ws",  # as etap, of SM100
 )
 # The cache that a pipeline reads unless another one is named.
-CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "f16": "fp8"}
-ROW_TILES = dict.fromkeys(PIPELINES, (16, 32, 64))  # query heads that a CTA owns
+CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "f16": "fp8", "ws": "fp8"}
+ROW_TILES = {**dict.fromkeys(PIPELINES, (16, 32, 64)), "ws": (64,)}  # query heads that a CTA owns
 TWO_TERMS = (16, 32)  # row tiles of ``etap`` with two terms of P, built when they are asked for
 
 AXES = (
@@ -30,7 +31,7 @@ AXES = (
         "lines",
         "ln",
         (0, 1),
-        lambda values: int(values["pipeline"] == "etap" or values["row_tile"] == 64),
+        lambda values: int(values["pipeline"] in ("etap", "ws") or values["row_tile"] == 64),
         named=False,
     ),
     # 1: mix16's tiles are freed by halves
@@ -47,6 +48,7 @@ AXES = (
     ),
 )
 MODULES = {
+    ("sm_100a", "ws", "fp8"): "dsl_kernels.sm100.sparse_ws",
     ("sm_90a", "etap", "fp8"): "dsl_kernels.sm90.sparse_etap",
     ("sm_90a", "f16", "fp8"): "dsl_kernels.sm90.f16",
     ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
@@ -59,9 +61,8 @@ MODULES = {
 
 def points(arch: str) -> Iterator[Values]:
     """Every row tile; of the FP8 cache also with fp32 results; V4's pages."""
-    if arch != "sm_90a":
-        return
-    for pipeline, row_tile in ((p, tile) for p in PIPELINES for tile in ROW_TILES[p]):
+    pipelines = [p for p in PIPELINES if (arch, p, CACHES[p]) in MODULES]
+    for pipeline, row_tile in ((p, tile) for p in pipelines for tile in ROW_TILES[p]):
         values = {"pipeline": pipeline, "row_tile": row_tile}
         yield {**values, "out_dtype": "bf16"}
         if pipeline == "mix16":
@@ -81,6 +82,7 @@ FAMILY = Family(
     everyday=(
         {"pipeline": "etap", "row_tile": 16, "out_dtype": "bf16", "p_terms": 1},
         {"pipeline": "etap", "row_tile": 64, "out_dtype": "bf16", "p_terms": 1},
+        {"pipeline": "ws", "out_dtype": "bf16"},
         {"pipeline": "mix16", "row_tile": 16, "cache_dtype": "fp8_ds_mla"},
         {"pipeline": "mix16", "row_tile": 64, "cache_dtype": "fp8_ds_mla"},
     ),

@@ -130,6 +130,11 @@ class Barrier(IntEnum):
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
+    return infeasible(spec, budget(spec))
+
+
+def infeasible(spec: VariantSpec, needed: bud.Budget) -> str | None:
+    """Reasons that hold whatever loads the tiles, or None; ``needed``: of a CTA."""
     if spec.row_tile not in ROW_TILES:
         return f"ws puts {' or '.join(map(str, ROW_TILES))} rows on M; no other row tile so far"
     if spec.stamps:
@@ -140,22 +145,27 @@ def feasible(spec: VariantSpec) -> str | None:
         return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
     if spec.stages and spec.stages < MIN_STAGES:
         return f"ws needs at least {MIN_STAGES} stages, got {spec.stages}"
-    reason = bud.check(budget(spec))
+    reason = bud.check(needed)
     return None if reason is None else f"ws: {reason}"
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared and tensor memory of a CTA."""
-    stages, form = spec.stages or STAGES, umma.Form(spec.row_tile)
+    return budget_with(spec, loads_of(spec))
+
+
+def budget_with(spec: VariantSpec, loads: Any) -> bud.Budget:
+    """``budget`` behind any loader of tiles of this format."""
+    form = umma.Form(spec.row_tile)
     return bud.Budget(
         groups=(
             bud.WarpGroup("producer and issuers", 40),
             bud.WarpGroup("softmax", 136),
             bud.WarpGroup("promotion", 168, count=HALVES),
         ),
-        smem=stages * STAGE_BYTES + P_STAGES * form.rows * TILE + SMALL_BYTES,
+        smem=loads.stages * STAGE_BYTES + P_STAGES * form.rows * TILE + SMALL_BYTES,
         barriers=(
-            *loads_of(spec).barriers(),
+            *loads.barriers(),
             *(barrier for ring in rings_of(form) for barrier in ring.budget()),
         ),
         mmas=(
@@ -178,7 +188,8 @@ def loads_of(spec: VariantSpec) -> PagedTma:
 
 
 def build(spec: VariantSpec):
-    return Fp8Entry(Ws(spec)), fake_args(spec)
+    loads = loads_of(spec)
+    return Fp8Entry(Ws(spec, loads, loads.scales)), fake_args(spec)
 
 
 class Layouts(NamedTuple):
@@ -223,13 +234,18 @@ class RingTiles:
 
 
 class Ws:
-    """The kernel: one CTA of 16 warps."""
+    """The kernel: one CTA of 16 warps.
 
-    def __init__(self, spec: VariantSpec):
-        self.stages, self.form = spec.stages or STAGES, umma.Form(spec.row_tile)
+    Args:
+        loads: the loader of the KV ring (common/loader.py), whose first stage of an item is Q's.
+        scales: of the tokens in the ring.
+    """
+
+    def __init__(self, spec: VariantSpec, loads: Any, scales: TokenScales):
+        self.stages, self.form = loads.stages, umma.Form(spec.row_tile)
         self.rings, self.columns = rings_of(self.form), Columns(self.form)
-        self.loads, self.budget = loads_of(spec), budget(spec)
-        self.work, self.scales = self.loads.work, self.loads.scales
+        self.loads, self.budget = loads, budget_with(spec, loads)
+        self.work, self.scales = loads.work, scales
         self.q_tiles = QTiles(FORMAT, self.work, rows=self.form.rows, stages=0)
         self.spec, self.threads = spec, self.budget.threads
         self.regs = tuple(group.registers for group in self.budget.groups)
@@ -283,6 +299,7 @@ class Ws:
             for atom in (*self.q_tiles.descriptors(tma.q), *self.loads.descriptors(tma.kv)):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
+                self.loads.init(st)
                 for ring in self.rings:
                     ring.init(st)  # fenced with the pipe's own, below
         if warp_id == 3:
@@ -294,10 +311,8 @@ class Ws:
         if wg == 0:
             claim_registers(self.budget, self.regs[0])
             if warp_id == 0:
-                cache = Cache(tma.kv, gmem.scale.shape[0], gmem.scale)
-                _, part, _ = cute.arch.block_idx()
                 self.loads.run(
-                    0, Feed(st, layouts.k, k_pipe, cache, gmem.work, call, part),
+                    0, self.feed(cta, tma, layouts),
                     self.q_tiles.issuer(st, k_pipe, layouts.k, tma.q, gmem.work, call), None,
                 )  # fmt: skip
             elif warp_id == 1:
@@ -305,8 +320,7 @@ class Ws:
             elif warp_id == 2:
                 self.issue_products(cta)
             else:
-                _, part, _ = cute.arch.block_idx()
-                void_unplanned(gmem.work, call, gmem.results, part)
+                self.last_warp(cta, tma, layouts)
         elif wg == 1:
             claim_registers(self.budget, self.regs[1])
             self.softmax.run(cta)
@@ -317,7 +331,26 @@ class Ws:
         if warp_id == 3:
             self.form.free(st.tmem.data_ptr(), self.columns.allocated)
 
+    def feed(self, cta: Cta, tma: Tma, layouts: Layouts) -> Feed:
+        """What the loader's warps work with."""
+        _, part, _ = cute.arch.block_idx()
+        cache = Cache(tma.kv, cta.gmem.scale.shape[0], cta.gmem.scale)
+        return Feed(cta.st, layouts.k, cta.k_pipe, cache, cta.gmem.work, cta.call, part)
+
+    @cute.jit
+    def last_warp(self, cta: Cta, tma: Tma, layouts: Layouts):
+        """Warp 3, between the allocation and the end."""
+        void_unplanned(cta.gmem.work, cta.call, cta.gmem.results, part_of_cta())
+
     # ---------------------------------------------------------------- issuing warps
+
+    def wait_q(self, cta: Cta, kst):
+        """By Q.K's issuer, until the item's Q tile is there."""
+        cta.k_pipe.consumer_wait(kst)
+
+    def wait_tile(self, cta: Cta, kst):
+        """By Q.K's issuer, until a KV tile is there."""
+        cta.k_pipe.consumer_wait(kst)
 
     @cute.jit
     def issue_scores(self, cta: Cta):
@@ -330,7 +363,7 @@ class Ws:
         sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.item_at(gmem.work, i)
-            k_pipe.consumer_wait(kst)
+            self.wait_q(cta, kst)
             if umma.elected():
                 # Copies come behind the MMAs that read the Q tile before, which this warp issued;
                 # nothing would order them behind copies that no MMA has read.
@@ -344,7 +377,7 @@ class Ws:
                 cute.arch.mbarrier_arrive(free)  # for P.V's issuer; the softmax warps do so
             kst.advance()
             for _ in cutlass.range(first, last, unroll=1):
-                k_pipe.consumer_wait(kst)
+                self.wait_tile(cta, kst)
                 self.rings.s.wait_empty(st, sst.index, sst.phase)
                 umma.after_sync()
                 if umma.elected():

@@ -46,7 +46,12 @@ from snapmla.dispatch.model import (
     facts_of,
 )
 from snapmla.dispatch.needs import needs
-from snapmla.dispatch.sparse_decode import PIPELINES, parts_of_lists, stays_whole
+from snapmla.dispatch.sparse_decode import (
+    PIPELINES,
+    parts_of_lists,
+    pipeline_of,
+    stays_whole,
+)
 
 __all__ = [
     "DENSE_FORMATS",
@@ -77,6 +82,7 @@ __all__ = [
     "op_of",
     "parts_of",
     "parts_of_lists",
+    "pipeline_of",
     "rows_of_unit",
     "sparse_cache_name",
     "stays_whole",

@@ -20,11 +20,10 @@ from snapmla.dispatch.costs import Costs, costs_of, parts_of
 from snapmla.dispatch.decode import DecodeOp, Features, Problem
 from snapmla.dispatch.load import Load, Share
 
-# Of the caches that sparse attention reads, by format: the pipeline that does.
+# Of the caches that sparse attention reads, by format: the pipeline that does on SM90.
 PIPELINES = {name: each.sparse for name, each in FORMATS.items() if each.sparse}
-# What attends to named tokens on SM100 today.
+# What attends to named tokens of other caches on SM100 today.
 ON_BLACKWELL = {
-    "fp8": "there decode without indices serves this cache, and FlashMLA rows of 656 bytes",
     "fp8_ds_mla": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these rows",
     "fp8_v4": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these pages",
     "fp8_v41_planar": "there FlashMLA 07a1089 serves these pages",
@@ -44,16 +43,14 @@ ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 @dataclass(frozen=True, eq=False)
 class SparseOp(DecodeOp):
-    """A ``DecodeOp`` whose kernels take any page size; those of one cache are one pipeline, beside
-    one that is asked for.
+    """A ``DecodeOp`` whose kernels take any page size; those of one cache are one pipeline an
+    architecture, beside one that is asked for.
 
     Attributes:
-        pipeline: that one.
         cache_dtype: format of the cache.
         measured: whether the times on file are its own, and not of another cache of the pipeline.
     """
 
-    pipeline: str = ""
     cache_dtype: str = ""
     measured: bool = True
 
@@ -164,8 +161,8 @@ def _op(fmt: str, **attributes: Any) -> SparseOp:
     return SparseOp(
         FAMILY, token_bytes=FORMATS[fmt].token_bytes, about=FORMATS[fmt].about,
         reference="snapmla.testing.sparse_reference.sparse_decode_reference",
-        kernels="kernel for sparse decode", pipeline=PIPELINES[fmt], cache_dtype=fmt,
-        elsewhere={"sm_100a": ON_BLACKWELL[fmt]}, **attributes,
+        kernels="kernel for sparse decode", cache_dtype=fmt,
+        elsewhere={"sm_100a": ON_BLACKWELL[fmt]} if fmt in ON_BLACKWELL else {}, **attributes,
     )  # fmt: skip
 
 
@@ -194,6 +191,11 @@ SPARSE_OPS = {
                 why_two_terms="its P has 16 bits", asked=True,
                 longest_item=FORMATS["f16"].longest_item,
             ),
+            "ws": Features(
+                ROW_TILES["ws"], "it puts heads on the MMA's M = 64",
+                "ws behind a loader that gathers, so far on the software GPU only", (ANY_PAGE,),
+                why_two_terms=fp8_decode.ONE_TERM,
+            ),
         },
         exact={"sm_90a": "f16"},
         tensor_cycles=fp8_decode.tensor_cycles,
@@ -206,3 +208,10 @@ SPARSE_OPS = {
         for fmt in ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
     },
 }  # fmt: skip
+
+
+def pipeline_of(arch: str, fmt: str) -> str | None:
+    """The pipeline that reads a cache on an architecture where none is named: SM90's where it has
+    none, None of a format that sparse attention does not read."""
+    own = SPARSE_OPS[fmt].pipelines(arch) if fmt in SPARSE_OPS else []
+    return own[0] if own else PIPELINES.get(fmt)

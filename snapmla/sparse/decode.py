@@ -10,13 +10,13 @@ import torch
 from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
-from snapmla import checks, overlap, tracing
+from snapmla import checks, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan import TENSORS, PlanVariant
 from snapmla.decode_plan.choices import choices
 from snapmla.decode_plan.witness import Witness, check_witness, compared, no_offsets
-from snapmla.dispatch import PIPELINES
+from snapmla.dispatch import pipeline_of
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
@@ -92,7 +92,8 @@ def sparse_decode(
         witness,
     )  # fmt: skip
     if pipeline is not None and isinstance(cache, PagedKVCache):
-        checks.choice("pipeline", pipeline, (PIPELINES.get(cache.format),))
+        own = pipeline_of(runtime.arch_of(cache.device), cache.format)
+        checks.choice("pipeline", pipeline, (own,))
     return calls.run(_SPARSE, plan, call)
 
 

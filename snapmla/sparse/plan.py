@@ -151,10 +151,10 @@ def sparse_spec(
 
     Args:
         cache: its format.
-        pipeline: None: that of the cache.
+        pipeline: None: that of the cache there.
     """
     return VariantSpec(
-        op="sparse_decode", arch=arch, pipeline=pipeline or dispatch.PIPELINES[cache],
+        op="sparse_decode", arch=arch, pipeline=pipeline or dispatch.pipeline_of(arch, cache),
         row_tile=row_tile,
         out_dtype=out_dtype, p_terms=p_terms, cache_dtype=cache,
     )  # fmt: skip
@@ -271,10 +271,10 @@ def plan_sparse_decode(
         total_q: room for ragged query tokens.
         num_parts: CTAs that share the entries, per row block of a query token; None fills the
             device.
-        pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``; None lets the dispatcher
-            choose.
-        row_tile: query heads of a CTA (16, 32, 64); None lets the dispatcher choose, by times
-            measured for calls of this size: query tokens, heads and entries.  With
+        pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``, on SM100 ``ws``; None lets the
+            dispatcher choose.
+        row_tile: query heads of a CTA (16, 32, 64; on SM100 64); None lets the dispatcher choose,
+            by times measured for calls of this size: query tokens, heads and entries.  With
             ``fixed_split_tokens`` the size has no part in it.
             ``snapmla.explain(num_heads, topk=...)`` lists the candidates.
         fixed_overhead: cost of starting an item, in tiles of 64 entries.

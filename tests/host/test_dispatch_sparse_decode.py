@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -208,7 +209,6 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("cache", "serves"),
     [
-        ("fp8", "there decode without indices serves this cache"),
         (
             "fp8_ds_mla",
             "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these rows",
@@ -219,16 +219,60 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
         ("fp8_nope", "there FlashMLA's copy in SGLang serves these rows"),
     ],
 )
-def test_blackwell_has_none_yet(cache: str, serves: str) -> None:
+def test_blackwell_has_none_of_bytes_yet(cache: str, serves: str) -> None:
     """One sentence that says what serves there today."""
     none = "^sm_100a: no kernel for sparse decode exists for this architecture yet; "
     with pytest.raises(VariantError, match=none + serves):
         dispatch.choose_sparse(CARDS["B200"], 16, cache=cache)
 
 
+@pytest.mark.parametrize("heads", [1, 16, 64, 65, 128])
+def test_choice_on_blackwell(heads: int) -> None:
+    """One kernel for all heads, in blocks of 64; no time of it is known."""
+    card = CARDS["B200"]
+    spec = dispatch.choose_sparse(card, heads)
+    assert spec.name == "sparse_decode_ws_r64_obf16_sm100a"
+    assert dispatch.choose_sparse(card, heads, pipeline="ws", row_tile=64) == spec
+    found = snapmla.explain(heads, topk=2048, batch=8, card="B200", out_dtype=torch.float32)
+    assert found.chosen is not None and found.chosen.us is None
+    assert found.chosen.variant == "sparse_decode_ws_r64_of32_sm100a"
+    others = {v.row_tile: v.reason for v in found.verdicts if not v.chosen}
+    assert others.keys() == {16, 32}
+    assert all("it puts heads on the MMA's M = 64" in str(why) for why in others.values())
+    assert not dispatch.stays_whole(card, spec, dispatch.Load(1, 148, 32))
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"pipeline": "etap"}, "^pipeline: expected 'ws' on sm_100a, got etap"),
+        ({"pipeline": "f16"}, "^pipeline: expected 'ws' on sm_100a, got f16"),
+        ({"row_tile": 16}, "^row_tile: expected 64 on sm_100a, got 16"),
+        ({"accuracy": "high"}, "^accuracy: expected 'standard' on sm_100a, got high .*nothing"),
+    ],
+)
+def test_wishes_that_blackwell_does_not_grant(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dispatch.choose_sparse(CARDS["B200"], 16, **wish)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_pipeline_of_a_cache(arch: str) -> None:
+    """Where none is named: the one that the dispatcher takes, or SM90's if there is none."""
+    for fmt in FORMATS:
+        own = "ws" if (arch, fmt) == ("sm_100a", "fp8") else PIPELINES[fmt]
+        assert dispatch.pipeline_of(arch, fmt) == own
+    assert dispatch.pipeline_of(arch, "f16") is None
+
+
 def test_features_are_what_can_be_built() -> None:
     """By default, or of the formats of 528 bytes when they are asked for."""
-    built = {spec for spec in matrix.default_specs("sm_90a") if spec.op == "sparse_decode"}
+    built = {
+        spec
+        for arch in ("sm_90a", "sm_100a")
+        for spec in matrix.default_specs(arch)
+        if spec.op == "sparse_decode"
+    }
     built |= {
         VariantSpec(
             op="sparse_decode", pipeline="mix16", row_tile=tile, out_dtype="bf16", cache_dtype=fmt
@@ -240,8 +284,9 @@ def test_features_are_what_can_be_built() -> None:
     said: set[VariantSpec] = set()
     for op in SPARSE_OPS.values():
         for pipeline, features in op.features.items():
+            arch = "sm_100a" if pipeline == "ws" else "sm_90a"
             said |= {
-                op.spec("sm_90a", pipeline, tile, ANY_PAGE, out)
+                op.spec(arch, pipeline, tile, ANY_PAGE, out)
                 for tile in features.row_tiles
                 for out in features.out_dtypes
             }

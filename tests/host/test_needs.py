@@ -394,6 +394,10 @@ def test_another_architecture() -> None:
     assert all(name.endswith("_sm100a") for name in names)
     dense = [spec.name for spec in dispatch.needs(Model((16,), dtype="f16", arch="sm_100a"))]
     assert dense[-1] == "dense_decode_ws_r64_p64_df16_sm100a"
+    sparse = [spec.name for spec in dispatch.needs(Model((16, 128), sparse=True, arch="sm_100a"))]
+    assert [name for name in sparse if "decode_" in name and "plan" not in name] == [
+        "sparse_decode_ws_r64_obf16_sm100a"
+    ]
 
 
 def command(*words: str) -> Any:
@@ -500,7 +504,10 @@ def test_help_lists_the_formats() -> None:
             "--heads 16 --sparse --dtype fp8_ds_mla --accuracy high",
             "--accuracy: expected 'standard",
         ),
-        ("--heads 16 --sparse --arch sm_100a", "sm_100a: no kernel for sparse decode exists"),
+        (
+            "--heads 16 --sparse --dtype fp8_ds_mla --arch sm_100a",
+            "sm_100a: no kernel for sparse decode exists",
+        ),
     ],
 )
 def test_what_is_no_model_is_one_sentence(words: str, message: str) -> None:

@@ -27,6 +27,7 @@ from tests.support.needs import needs_compiler
 pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=5)
 FEW = "sparse_decode_etap_r16_obf16_sm90a"
+BLACKWELL = "sparse_decode_ws_r64_obf16_sm100a"  # one problem every day: test_sparse_blackwell.py
 OTHERS = [
     pytest.param(name, marks=pytest.mark.whole_matrix)
     for name in (
@@ -34,10 +35,11 @@ OTHERS = [
         "sparse_decode_etap_r64_of32_sm90a", "sparse_decode_etap_r16_obf16_pt2_sm90a",
         "sparse_decode_etap_r16_obf16_ln0_sm90a", "sparse_decode_etap_r64_obf16_ln0_sm90a",
         "sparse_decode_f16_r16_obf16_sm90a", "sparse_decode_f16_r32_of32_sm90a",
-        "sparse_decode_f16_r64_obf16_sm90a",
+        "sparse_decode_f16_r64_obf16_sm90a", BLACKWELL, "sparse_decode_ws_r64_of32_sm100a",
     )
 ]  # fmt: skip
 EVERY = [FEW, *OTHERS]
+BOTH = [FEW, pytest.param(BLACKWELL, marks=pytest.mark.whole_matrix)]  # a kernel of each arch
 
 
 def kernel_of(spec: VariantSpec | str) -> tuple[VariantSpec, Any]:
@@ -58,11 +60,13 @@ def test_clean_and_right(name: str) -> None:
 
 
 @pytest.mark.whole_matrix
+@pytest.mark.parametrize("arch", ["sm90a", "sm100a"])
 @pytest.mark.parametrize("heads", [1, 8, 16, 64, 128])
-def test_right_everywhere(heads: int) -> None:
+def test_right_everywhere(heads: int, arch: str) -> None:
     """All lengths of lists and pages, over layouts and styles in turn."""
     tile = next((t for t in (16, 32, 64) if t >= heads), 64)
-    spec, kernel = kernel_of(f"sparse_decode_etap_r{tile}_obf16_sm90a")
+    etap = f"sparse_decode_etap_r{tile}_obf16_sm90a"
+    spec, kernel = kernel_of(etap if arch == "sm90a" else BLACKWELL)
     turns = itertools.product(sparse_job.LAYOUTS, sparse_job.STYLES)
     for (topk, page), (layout, style) in zip(
         itertools.product((1, 17, 64, 100, 128, 512), (1, 2, 53, 64)), itertools.cycle(turns)
@@ -85,11 +89,11 @@ def test_frames_that_move(name: str) -> None:
         assert errors.right, f"{shape}: {errors}"
 
 
-@pytest.mark.parametrize("name", [FEW, OTHERS[1]])
+@pytest.mark.parametrize("name", [*BOTH, OTHERS[1]])
 def test_same_bits_as_dense(name: str) -> None:
     """Lists that name a sequence's tokens in their order, none split: decode's bits."""
     spec, kernel = kernel_of(name)
-    _, dense = kernel_of(decode_spec("etap", spec.row_tile, 64, "bf16"))
+    _, dense = kernel_of(decode_spec(spec.pipeline, spec.row_tile, 64, "bf16", spec.arch))
     lengths, heads = (200, 64, 0, 1), spec.row_tile - 3
     shape = SparseShape(heads, 256, lengths, 64, layout="paged", parts=1, dense=True)
     job = SparseJob(spec, shape)
@@ -126,7 +130,7 @@ def planes_of(job: SparseJob) -> dict[str, Tensor]:
     return dict(zip(("content", "rope", "scale"), job.planes, strict=True))
 
 
-@pytest.mark.parametrize("name", [FEW, OTHERS[1]])
+@pytest.mark.parametrize("name", [*BOTH, OTHERS[1]])
 def test_fixed_splits_are_the_batch_independent(name: str) -> None:
     """Pieces of so many tiles: a query token's bits alone and among others."""
     spec, kernel = kernel_of(name)
@@ -142,10 +146,11 @@ def test_fixed_splits_are_the_batch_independent(name: str) -> None:
         assert torch.equal(out[0], whole[0][i]) and torch.equal(lse[0], whole[1][i])
 
 
+@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("parts", [1, 5])
-def test_sinks_leave_lse_alone(parts: int) -> None:
+def test_sinks_leave_lse_alone(parts: int, name: str) -> None:
     """Whole and split: out shrinks by 1 / (1 + exp(sink - lse)), to 0 or by nothing at infinity."""
-    spec, kernel = kernel_of(FEW)
+    spec, kernel = kernel_of(name)
     shape = SparseShape(6, 200, (200, 0), 53, parts=parts, fixed_overhead=0, sink=True)
     job = SparseJob(spec, shape)
     assert (job.plan.split_begin[-1] > 0) == (parts > 1)
@@ -171,9 +176,10 @@ def test_tiles_need_the_announcers_fence() -> None:
     assert e.value.kind == "missing-proxy-fence"
 
 
-def test_bases_and_empty_rows() -> None:
+@pytest.mark.parametrize("name", BOTH)
+def test_bases_and_empty_rows(name: str) -> None:
     """LSE to base 2; +inf of rows that see nothing: no length, no entry that is a token."""
-    spec, kernel = kernel_of(FEW)
+    spec, kernel = kernel_of(name)
     shape = SparseShape(3, 70, (70, 0, 70), 1, parts=1)
     job = SparseJob(spec, shape)
     job.indices[2] = torch.tensor([-1, INT_MAX, -(2**31)]).int().repeat(24)[:70]
@@ -184,9 +190,10 @@ def test_bases_and_empty_rows() -> None:
     torch.testing.assert_close(base_2[0] * NATURAL["lse_factor"], lse[0], rtol=1e-6, atol=0)
 
 
-def test_a_token_counts_as_often_as_it_is_named() -> None:
+@pytest.mark.parametrize("name", BOTH)
+def test_a_token_counts_as_often_as_it_is_named(name: str) -> None:
     """One token in all places: its value, and an LSE that is log(places) above that of one."""
-    spec, kernel = kernel_of(FEW)
+    spec, kernel = kernel_of(name)
     job = SparseJob(spec, SparseShape(4, 96, (96,), 2, parts=1))
     job.indices[:] = job.indices[0][(job.indices[0] >= 0) & (job.indices[0] < INT_MAX)][0]
     first = job.run(kernel, topk_length=torch.ones(1, dtype=torch.int32))

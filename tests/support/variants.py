@@ -28,14 +28,16 @@ CALLED_FOR = (
     "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a", "append_kv_xbf16_ii64_kvfp8_ds_mla_sm90a",
     "decode_etap_r64_p64_of32_sm90a", "dense_decode_split_r16_p64_dbf16_sm90a",
     "dense_decode_split_r16_p64_df16_sm90a", "merge_of32_sm100a",
+    "sparse_decode_ws_r64_obf16_sm100a",
 )  # fmt: skip
 
 # Of the test set, left to ``--whole-matrix``: SM100 has never run, and pages of 16 tokens stand for
 # those that are no tile (built and run, one takes as long as 25 CPU seconds); a thousand threads
-# run SM90's source for each row of scores.
+# run SM90's source for each row of scores; sparse decode there has one small problem of its own
+# every day (test_sparse_blackwell.py).
 RARELY = (
     "decode_ws_r64_p32_obf16_sm100a", "decode_ws_r64_p128_obf16_sm100a",
-    "select_topk_t1024_e8_c1_sm100a",
+    "select_topk_t1024_e8_c1_sm100a", "sparse_decode_ws_r64_obf16_sm100a",
 )  # fmt: skip
 
 

@@ -1,0 +1,88 @@
+"""Sparse FP8 MLA decode for SM100: pipeline ``ws`` (fp8_ws.py) behind a gathering loader.
+
+Every query token is a sequence of its own, whose row of ``indices`` names up to topk tokens of the
+cache.  Softmax, P.V's issuer, promotion, epilogue, merge and work list are those of decode over
+pages, and so are numerics: a list that names all tokens in their order gives decode's bits.
+
+Roles           as ws's, but for the first warpgroup (sparse_loads.py):
+                warps 0, 3  gather rows; warp 0 has Q's tiles copied, warp 3 also does what ws's
+                            does: tensor memory, rows that no item has
+                warp 1      announces tiles, and issues Q.K
+                warp 2      issues P.V
+Shared memory   as ws's, and a barrier a stage (``landed``)
+Tensor memory   as ws's
+
+Timeline of tile i (one stage of the KV ring)
+    gather        | entries i+1 | wait empty | cp.async i ... | arrive when they have landed
+    Q.K issuer    | wait landed, proxy fence, full | wait S free | Q.K i | ...
+    softmax       |                                wait full | triples i | S i -> registers | ...
+    P.V issuer, promotion: as ws's
+
+128 heads are two row blocks of 64 in two CTAs, side by side: the second finds the rows in L2.
+
+Executed on the software GPU (softgpu); no Blackwell GPU has run it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass.cute as cute
+
+from ..common import budget as bud
+from ..common.fp8_per_token import TokenScales
+from ..common.gather import TokenLists
+from ..common.unplanned import void_unplanned
+from ..dims import TOKEN_TILE as TILE
+from ..smxx.decode_entry import Tma
+from ..smxx.sparse_entry import SparseEntry, fake_args
+from . import fp8_ws
+from .fp8_ws import K_READERS, Cta, Layouts, Ws
+from .rings import part_of_cta
+from .sparse_loads import GatherThroughRing
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    if spec.only != "all":
+        return "ws has no build of a half of its work so far"
+    return fp8_ws.infeasible(spec, budget(spec))
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Of ``ws`` behind this loader."""
+    return fp8_ws.budget_with(spec, loads_of(spec))
+
+
+def loads_of(spec: VariantSpec) -> GatherThroughRing:
+    """The KV ring, through which Q's tiles pass."""
+    return GatherThroughRing(
+        TokenLists(TILE), stages=spec.stages or fp8_ws.STAGES, readers=K_READERS,
+        by_lines=bool(spec.lines),
+    )  # fmt: skip
+
+
+def build(spec: VariantSpec):
+    return SparseEntry(SparseWs(spec)), fake_args(spec)
+
+
+class SparseWs(Ws):
+    """The kernel: one CTA of 16 warps."""
+
+    def __init__(self, spec: VariantSpec):
+        loads = loads_of(spec)
+        super().__init__(spec, loads, TokenScales(TILE, loads.stages, TILE))
+
+    @cute.jit
+    def last_warp(self, cta: Cta, tma: Tma, layouts: Layouts):
+        self.loads.run(3, self.feed(cta, tma, layouts), None, None)
+        void_unplanned(cta.gmem.work, cta.call, cta.gmem.results, part_of_cta())
+
+    def wait_q(self, cta: Cta, kst):
+        self.loads.wait_q(cta.st, cta.k_pipe, kst)
+
+    def wait_tile(self, cta: Cta, kst):
+        self.loads.announce(cta.st, cta.k_pipe, kst)
