@@ -24,25 +24,33 @@ WARPS = 4
 WARPGROUP = 128
 LANES = 32  # of a warp
 RUN = 32  # tokens of a thread in registers at a time
+SIGMA, INVERSE, LOG2 = range(3)  # columns of ``WarpScales``
 BUFFERS = 2  # of what warp pairs exchange: one barrier a block is enough
 
 
-class WarpTriples:
-    """sigma, log2 sigma, 1/sigma of a warp's tokens, field ``triple``: a lane makes one token's.
+class WarpScales:
+    """sigma, 1/sigma, log2 sigma of a warp's tokens, field ``sigmas``: a lane makes one token's.
+
+    All lanes read all of them, and a word that goes to every lane takes the port of shared memory
+    as long as a word for each.  So whoever needs log2 sigma once makes it of the sigma that it has
+    in a register: 32 special functions a thread beside its 32 exponentials.  (1/sigma would stay in
+    registers until P' is summed, and spills.)
 
     Attributes:
         scales: of the KV ring.
         form: of the MMA.
         tokens: of a warp, a multiple of its lanes.
+        logs: whether log2 sigma is there: for who reads S twice.
     """
 
-    def __init__(self, scales: TokenScales, form: umma.Form):
+    def __init__(self, scales: TokenScales, form: umma.Form, *, logs: bool):
         self.scales, self.form, self.tokens = scales, form, form.share(scales.tile)
+        self.logs = logs
 
     @property
     def fields(self) -> dict:
         """Storage."""
-        return dict(triple=array(Float32, 3 * self.tokens * WARPS, 128))
+        return dict(sigmas=array(Float32, self.columns * self.tokens * WARPS, 128))
 
     @cute.jit
     def make(self, st, stage, wwarp, lane):
@@ -52,12 +60,13 @@ class WarpTriples:
         out = self._of_warps(st)
         for x in cutlass.range_constexpr(0, self.tokens, LANES):
             s = self.scales.of_stages(st)[first + lane + x, stage]
-            out[lane + x, 0, wwarp] = s
-            out[lane + x, 1, wwarp] = cute.math.log2(s, fastmath=True)
-            out[lane + x, 2, wwarp] = safe_reciprocal(s)
+            out[lane + x, SIGMA, wwarp] = s
+            out[lane + x, INVERSE, wwarp] = safe_reciprocal(s)
+            if const_expr(self.logs):
+                out[lane + x, LOG2, wwarp] = cute.math.log2(s, fastmath=True)
 
     def read(self, st, wwarp, which: int, into, run=0) -> None:
-        """One of the three of the warp's tokens of ``run``: the lanes read the same words."""
+        """One of them of the warp's tokens of ``run``: the lanes read the same words."""
         words = self._of_warps(st)[None, which, wwarp]
         if self.runs > 1:
             words = cute.local_tile(words, (RUN,), (run,))
@@ -68,9 +77,14 @@ class WarpTriples:
         """How many of ``RUN`` tokens."""
         return self.tokens // RUN
 
+    @property
+    def columns(self) -> int:
+        """How many words a token has."""
+        return LOG2 + 1 if self.logs else LOG2
+
     def _of_warps(self, st):
         """(token, which, warp)"""
-        return st.triple.get_tensor(cute.make_layout((self.tokens, 3, WARPS)))
+        return st.sigmas.get_tensor(cute.make_layout((self.tokens, self.columns, WARPS)))
 
 
 def group_of(form: umma.Form, wwarp):
@@ -126,16 +140,19 @@ def finish_item(
 
 @cute.jit
 def logits(
-    s, t, triples: cutlass.Constexpr, st, wwarp, factor, first_token, limit, ragged,
-    run=0,
+    s, t, scales: cutlass.Constexpr, st, wwarp, factor, first_token, limit, ragged,
+    run=0, stored: cutlass.Constexpr = False,
 ):  # fmt: skip
     """t' = s2 + log2 sigma of a run of a thread's tokens, of which the first is ``first_token``,
-    into ``t``; -inf for what its row must not see."""
+    into ``t``; -inf for what its row must not see.  ``stored``: log2 sigma is read, not made."""
     column = cute.make_rmem_tensor((RUN,), Float32)
-    triples.read(st, wwarp, 0, column, run)
+    scales.read(st, wwarp, SIGMA, column, run)
     for v in cutlass.range_constexpr(RUN):
         t[v] = s[v] * column[v]
-    triples.read(st, wwarp, 1, column, run)
+        if const_expr(not stored):
+            column[v] = cute.math.log2(column[v], fastmath=True)
+    if const_expr(stored):
+        scales.read(st, wwarp, LOG2, column, run)
     for v in cutlass.range_constexpr(RUN):
         t[v] = t[v] * factor + column[v]
     if ragged:
@@ -153,10 +170,10 @@ def maximum(t):
 
 
 @cute.jit
-def weights(t, m, triples: cutlass.Constexpr, st, wwarp, run=0):
+def weights(t, m, scales: cutlass.Constexpr, st, wwarp, run=0):
     """P' = exp2(t' - m + 8) of a run in place; returns the sum of its P' / sigma."""
     column = cute.make_rmem_tensor((RUN,), Float32)
-    triples.read(st, wwarp, 2, column, run)
+    scales.read(st, wwarp, INVERSE, column, run)
     part = [Float32(0.0) for _ in range(4)]
     base = P_LOG2_MAX - m
     for v in cutlass.range_constexpr(RUN):

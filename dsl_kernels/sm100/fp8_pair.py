@@ -42,7 +42,7 @@ Tensor memory (columns of 512), of each CTA
 
 Shared memory of each CTA (bytes)
     K 3 x (32768 content + 8192 RoPE) | V 2 x 32768 | Q RoPE 2 x 8192 | P 2 x 8192
-    scales 3 x 512, sigma triples, beta, gamma, 1/l, maxima, sums, barriers     = 230400
+    scales 3 x 512, sigmas, beta, gamma, 1/l, maxima, sums, barriers            = 230400
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 FORM = umma.Form(ROWS, CTAS)
 SOFTMAX_WARPS = loads.SOFTMAX_WARPS
 P_STAGES = S_STAGES = 2
-SMALL_BYTES = 10240  # scales, triples, factors, barriers, alignment: an upper bound
+SMALL_BYTES = 10240  # scales, sigmas, factors, barriers, alignment: an upper bound
 CHUNK = 32  # columns of X in a promotion thread's registers at a time
 HALF_NAMES = ("lower", "upper")
 MIN_STAGES = 2  # of K: a Q tile, a tile

@@ -41,7 +41,7 @@ Tensor memory (columns of 512)
     448  Q RoPE          32     A operand, 2 bf16 a cell, likewise
 
 Shared memory, 5 stages (bytes)
-    KV ring 5 x (32768 content + 8192 RoPE + 256 scales) | P 2 x 4096 | sigma triples 1536
+    KV ring 5 x (32768 content + 8192 RoPE + 256 scales) | P 2 x 4096 | sigma, 1/sigma 1024
     beta, gamma, 1/l, maxima, sums, barriers                            = 220160
 """
 
@@ -86,7 +86,7 @@ ROW_TILES = (64,)
 STAGES = 5  # of the KV ring, unless the spec says otherwise
 MIN_STAGES = 3  # a Q tile, the tile in Q.K, the tile in P.V
 STAGE_BYTES = TILE * FORMAT.token_bytes
-SMALL_BYTES = 8192  # triples, factors, barriers, alignment: an upper bound
+SMALL_BYTES = 8192  # sigmas, factors, barriers, alignment: an upper bound
 SOFTMAX_WARPS = 4
 CHUNK = 32  # columns of X in a promotion thread's registers at a time
 HALF_NAMES = ("lower", "upper")

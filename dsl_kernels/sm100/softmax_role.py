@@ -57,23 +57,26 @@ class Softmax:
         rings: ``s``, ``p``, ``inv``.
         work: the work list; its ``tile`` is a block of the softmax.
         tiles: a ``Tiles``.
-        triples: of the scales.
+        sigmas: what the warps make of the scales.
         stages: of ``s`` and of ``p``.
         s: first column of S.
         same_rows: named barrier of warps that share rows, and the next.
+        reads_twice: whether a thread reads S for the maximum and again for P.
     """
+
+    reads_twice = False
 
     def __init__(
         self, form: umma.Form, rings: Rings, work: WorkList, tiles: Tiles, scales: TokenScales, *,
         stages: tuple[int, int], s: int, same_rows: int,
     ):  # fmt: skip
         self.form, self.rings, self.work, self.tiles = form, rings, work, tiles
-        self.triples = softmax.WarpTriples(scales, form)
+        self.sigmas = softmax.WarpScales(scales, form, logs=self.reads_twice)
         (self.s_stages, self.p_stages), self.s, self.same_rows = stages, s, same_rows
 
     def fields(self) -> dict:
         """Storage of what only these warps use."""
-        return {**softmax.exchange_fields(), **self.triples.fields}
+        return {**softmax.exchange_fields(), **self.sigmas.fields}
 
     @cute.jit
     def run(self, cta: Any):
@@ -121,25 +124,25 @@ class Softmax:
         wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         st, tmem = cta.st, cta.tmem
         factor, limit, ragged_from, _ = facts
-        tokens = self.triples.tokens
+        tokens = self.sigmas.tokens
         ragged = (tile + 1) * self.work.tile > ragged_from
-        self.triples.make(st, kst.index, wwarp, lane)
+        self.sigmas.make(st, kst.index, wwarp, lane)
         self.rings.s.wait_full(st, sst.index, sst.phase)
         umma.after_sync()
         s = umma.load(umma.lanes_of(tmem, wwarp) + self.s + sst.index * tokens, tokens)
         umma.wait_loads()
         umma.before_sync()
-        cute.arch.sync_warp()  # the triples are there for all, and one lane may free S
+        cute.arch.sync_warp()  # the scales are there for all, and one lane may free S
         if lane == 0:
             self.rings.s.arrive_empty(st, sst.index)
         t = cute.make_rmem_tensor((tokens,), Float32)
         first_token = tile * self.work.tile + softmax.group_of(self.form, wwarp) * tokens
-        softmax.logits(s, t, self.triples, st, wwarp, factor, first_token, limit, ragged)
+        softmax.logits(s, t, self.sigmas, st, wwarp, factor, first_token, limit, ragged)
         maxima = softmax.exchange(
             st.maxima, self.form, pst.index, row, wwarp, softmax.maximum(t), self.same_rows
         )
         m = softmax.of_row(maxima)
-        part = softmax.weights(t, m, self.triples, st, wwarp)
+        part = softmax.weights(t, m, self.sigmas, st, wwarp)
         self.hand_over(cta, tile, kst, pst, facts, running, (m, part, t))
 
     @cute.jit
@@ -181,12 +184,14 @@ class Softmax:
         wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         tile = st.p.data_ptr() + pst.index * (self.form.rows * self.work.tile)
         row = tidx % self.form.rows
-        softmax.store_p(t, tile, self.form, row, wwarp, self.triples.tokens, first)
+        softmax.store_p(t, tile, self.form, row, wwarp, self.sigmas.tokens, first)
 
 
 class SoftmaxInRuns(Softmax):
     """The role where a thread has more tokens than registers: it reads S twice, a run of 32 tokens
     at a time, for the maximum and for P.  Unrolled runs would overlap, and spill."""
+
+    reads_twice = True
 
     @cute.jit
     def block(self, cta: Any, tile, kst, sst, pst, facts, running):
@@ -195,21 +200,21 @@ class SoftmaxInRuns(Softmax):
         lane, row = tidx % 32, tidx % self.form.rows
         wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         st = cta.st
-        self.triples.make(st, kst.index, wwarp, lane)
+        self.sigmas.make(st, kst.index, wwarp, lane)
         self.rings.s.wait_full(st, sst.index, sst.phase)
         umma.after_sync()
-        cute.arch.sync_warp()  # the triples are there for all
+        cute.arch.sync_warp()  # the scales are there for all
         t = cute.make_rmem_tensor((softmax.RUN,), Float32)
         top = -Float32.inf
-        for r in cutlass.range(self.triples.runs, unroll=1):
-            self.logits(cta, tile, sst, facts, t, r)
+        for r in cutlass.range(self.sigmas.runs, unroll=1):
+            self.logits(cta, tile, sst, facts, t, r, stored=True)
             top = cute.arch.fmax(top, softmax.maximum(t))
         maxima = softmax.exchange(st.maxima, self.form, pst.index, row, wwarp, top, self.same_rows)
         m, part = softmax.of_row(maxima), Float32(0.0)
         self.rings.p.wait_empty(st, pst.index, pst.phase)
-        for r in cutlass.range(self.triples.runs, unroll=1):
+        for r in cutlass.range(self.sigmas.runs, unroll=1):
             self.logits(cta, tile, sst, facts, t, r)
-            part = part + softmax.weights(t, m, self.triples, st, wwarp, r)
+            part = part + softmax.weights(t, m, self.sigmas, st, wwarp, r)
             self.store_p(st, pst, t, r * softmax.RUN)
         umma.wait_loads()
         umma.before_sync()
@@ -219,16 +224,16 @@ class SoftmaxInRuns(Softmax):
         self.hand_over(cta, tile, kst, pst, facts, running, (m, part, None))
 
     @cute.jit
-    def logits(self, cta: Any, tile, sst, facts, t, run):
-        """Those of a run into ``t``."""
+    def logits(self, cta: Any, tile, sst, facts, t, run, stored: cutlass.Constexpr = False):
+        """Those of a run into ``t``; ``stored``: as of ``block_softmax.logits``."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         factor, limit, ragged_from, _ = facts
-        tokens = self.triples.tokens
+        tokens = self.sigmas.tokens
         at = umma.lanes_of(cta.tmem, wwarp) + self.s + sst.index * tokens + run * softmax.RUN
         s = umma.load(at, softmax.RUN)
         first = tile * self.work.tile + softmax.group_of(self.form, wwarp) * tokens
         softmax.logits(
-            s, t, self.triples, cta.st, wwarp, factor, first + run * softmax.RUN, limit,
-            (tile + 1) * self.work.tile > ragged_from, run,
+            s, t, self.sigmas, cta.st, wwarp, factor, first + run * softmax.RUN, limit,
+            (tile + 1) * self.work.tile > ragged_from, run, stored,
         )  # fmt: skip

@@ -176,6 +176,36 @@ def test_planted_bugs_are_named(bug: str) -> None:
     assert kind in said, said
 
 
+# A stretch of a warp that takes long, in front of the statement that stood there.
+LATE = (
+    "{ .reg .b32 left; .reg .pred more; mov.u32 left, 8000; LATE: sub.u32 left, left, 1; "
+    "setp.ne.u32 more, left, 0; @more bra LATE; } " + mutate.OLD
+)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("waits", [True, False])
+def test_q_s_stage_is_waited_for(waits: bool) -> None:
+    """A gather warp that is late for Q's stages, of more lists of none in a row than the ring has
+    stages: others wait for it, or are a phase off."""
+    spec, kernel = kernel_of(BLACKWELL)
+    program = kernel.program(kernel.entry)
+    [wait] = mutate.matching(
+        program, "mbarrier.try_wait", place(LOADS, "landed.wait_full", "def wait_q")
+    )
+    _, last = mutate.matching(
+        program, "cp.async.mbarrier.arrive", place(LOADS, "arrive_landed(", "def _fill_ring")
+    )
+    changes = {last.pc: LATE} if waits else {last.pc: LATE, wait.pc: granted(wait)}
+    job = SparseJob(spec, SparseShape(5, 64, (*12 * (0,), 64), 64, parts=1))
+    with mutate.planted(kernel, kernel.entry, changes), using(Options(hazards="raise")):
+        if waits:
+            assert job.errors(job.run(kernel)).right
+            return
+        with pytest.raises(SoftGpuError):
+            job.run(kernel)
+
+
 # ------------------------------------------------------------------------------------ public API
 
 
