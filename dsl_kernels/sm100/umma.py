@@ -1,9 +1,9 @@
 """tcgen05 as our kernels use it: descriptors, tensor-memory addresses, issue, commit, fences.
 
-Section numbers are those of PTX ISA 9.1.  Two forms, in both of which a CTA's few rows take all
-128 lanes of tensor memory (9.7.16.10.5): ``.ws`` of one CTA (*Layout E* for M = 64, *G* for
-M = 32), and a pair of CTAs with M = 128 (*Layout B*), 64 rows each.  There are 128 / rows groups
-of lanes, each with its share of the columns of D.
+Section numbers are those of PTX ISA 9.1.  Two forms in which a CTA's few rows take all 128 lanes
+of tensor memory (9.7.16.10.5): ``.ws`` of one CTA (*Layout E* for M = 64, *G* for M = 32), and a
+pair of CTAs with M = 128 (*Layout B*), 64 rows each; and one CTA with M = 128, a row a lane
+(*Layout D*).  There are 128 / rows groups of lanes, each with its share of the columns of D.
 
     D(m, n) = lane m + rows * (n // share), column n % share    share = N / groups
 
@@ -42,7 +42,8 @@ _COPY = {  # 16 bytes of each row, to every group of lanes
 
 @dataclass(frozen=True)
 class Form:
-    """MMAs of ``rows`` rows a CTA, 64 or 32, by ``ctas`` CTAs: one (``.ws``), or two with 64."""
+    """MMAs of ``rows`` rows a CTA by ``ctas`` CTAs: 128, 64 or 32 of one (``.ws`` where they are
+    fewer than lanes), or 64 of two."""
 
     rows: int
     ctas: int = 1
@@ -84,10 +85,11 @@ class Form:
         such an address; ``b``: descriptor."""
         d = prim.make_tmem_ptr(d, Int32, loc=loc, ip=ip)
         a = prim.make_tmem_ptr(a, Int32, loc=loc, ip=ip) if a_in_tmem else a
-        if self.ctas == 1:
+        if self.ctas == 1 and self.groups > 1:
             prim.tcgen05_mma_ws(_KIND[dtype], d, a, b, idesc, accumulate, loc=loc, ip=ip)
         else:
-            prim.tcgen05_mma(_KIND[dtype], _PAIR, d, a, b, idesc, accumulate, loc=loc, ip=ip)
+            ctas = _PAIR if self.ctas > 1 else prim.CTAGroup.CTA_1
+            prim.tcgen05_mma(_KIND[dtype], ctas, d, a, b, idesc, accumulate, loc=loc, ip=ip)
 
     @compat.dsl_user_op
     def commit(self, barrier, *, loc=None, ip=None) -> None:

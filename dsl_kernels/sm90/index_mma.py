@@ -19,7 +19,8 @@ from cutlass import Float32, Int32, select_
 from cutlass._mlir.dialects import llvm
 
 from ..common.rounding import fma
-from ..compat import dsl_user_op, inline_ptx
+from ..compat import dsl_user_op
+from ..smxx.index_ptx import relu
 from .wgmma import DESCRIPTOR_HIGH
 
 STEPS = 4  # of 32 channels
@@ -53,42 +54,6 @@ def product(acc, a, b, *, loc=None, ip=None) -> None:
     )  # fmt: skip
     for v in range(size):
         acc[v] = Float32(llvm.extractvalue(f32, out, [v], loc=loc, ip=ip))
-
-
-@dsl_user_op
-def relu(x, *, loc=None, ip=None):
-    """max(x, 0), NaN of NaN: a key that is not a number has no score."""
-    return inline_ptx(
-        "max.NaN.f32 {$w0}, {$r0}, 0f00000000;",
-        write_only_types=[Float32], read_only_args=[x], loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def four_weights(address, *, loc=None, ip=None):
-    """Four fp32 values at a shared-memory ``address``, a multiple of 16 bytes."""
-    return inline_ptx(
-        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Float32] * 4, read_only_args=[address], loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def value_at(address, *, loc=None, ip=None):
-    """The fp32 value at a shared-memory ``address``."""
-    return inline_ptx(
-        "ld.shared.f32 {$w0}, [{$r0}];",
-        write_only_types=[Float32], read_only_args=[address], loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def store_below(address, value, position, limit, *, loc=None, ip=None) -> None:
-    """``value`` to global memory where ``position`` is below ``limit``, without a branch."""
-    inline_ptx(
-        "{\n.reg .pred p;\nsetp.lt.s32 p, {$r2}, {$r3};\n@p st.global.f32 [{$r0}], {$r1};\n}",
-        read_only_args=[address, value, position, limit], loc=loc, ip=ip,
-    )  # fmt: skip
 
 
 def row_sums(acc, row: int, heads: int, weights):

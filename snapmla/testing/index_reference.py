@@ -1,4 +1,4 @@
-"""What index logits should be: in fp64, and by the tensor core's own sums.
+"""What index logits should be: in fp64, and by a tensor core's own sums, Hopper's or Blackwell's.
 
 A call is made of tensors as the kernel takes them: q (rows, heads, 128) e4m3 or its bytes, w (rows,
 heads) fp32, a cache of pages (``dsl_kernels.index_cache``), and tables.
@@ -6,7 +6,7 @@ heads) fp32, a cache of pages (``dsl_kernels.index_cache``), and tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,14 @@ from snapmla.testing import accumulate, rope
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+EXACT = "exact"
+# How the 128 channels of q . k are added, in one chain; of each architecture its tensor core's way.
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "hopper": accumulate.hopper_fp8_dot,
+    "blackwell": accumulate.blackwell_fp8_dot,
+    EXACT: lambda q, k: q.double() @ k.double().T,
+}
+PRODUCTS_OF = {"sm_90a": "hopper", "sm_100a": "blackwell"}
 
 
 class Row(NamedTuple):
@@ -61,37 +69,58 @@ def fill_pages(cache: Tensor, keys: Tensor, scales: Tensor) -> None:
     cache[:, SCALES_AT:PAGE_BYTES] = scales.contiguous().view(torch.uint8)
 
 
-def scores(given: Mapping[str, Any], *, exact: bool = False) -> list[Scores]:
-    """Of each row of a call: products as Hopper's FP8 tensor core sums them, in one chain of 128
-    channels, or with ``exact`` in fp64; the sum over heads in fp64."""
-    keys, scales = pages_of(given["cache"])
-    q = given["q"].view(E4M3)
-    found = []
-    for r, (sequence, seen) in enumerate(rows_of(given)):
-        ids = given["block_table"][sequence].long().clamp(0, len(keys) - 1)
-        ids = ids[: -(-seen // PAGE)]
-        own = keys[ids].reshape(-1, INDEX_DIM)[:seen]
-        if exact:
-            dots = q[r].double() @ own.double().T
-        else:
-            dots = accumulate.hopper_fp8_dot(q[r], own).double()
-        scale = scales[ids].reshape(-1)[:seen].double()
+def scores(given: Mapping[str, Any], products: str = "hopper") -> list[Scores]:
+    """Of each row of a call: ``products`` of ``PRODUCTS``; the sum over heads in fp64."""
+    q, found = given["q"].view(E4M3), []
+    for r, (keys, scale) in enumerate(_seen(given)):
+        dots, scale = PRODUCTS[products](q[r], keys).double(), scale.double()
         terms = given["w"][r].double()[:, None] * torch.relu(dots)
         found.append(Scores(terms.sum(0) * scale, terms.abs().sum(0) * scale.abs()))
     return found
 
 
+def bits_on_blackwell(given: Mapping[str, Any], products: str = "blackwell") -> list[Tensor]:
+    """Of each row fp32 scores, bit for bit as ``sm100/index_logits.py``: heads h, h + 4, ... in
+    four sums, each addition rounded once, then those in pairs, then the scale."""
+    q, found = given["q"].view(E4M3), []
+    for r, (keys, scale) in enumerate(_seen(given)):
+        terms = torch.relu(PRODUCTS[products](q[r], keys).float()).view(-1, 4, len(keys))
+        weights = given["w"][r].view(-1, 4, 1)
+        sums = torch.zeros(4, len(keys))
+        for x, w in zip(terms, weights, strict=True):
+            sums = fma(x, w, sums)
+        found.append(((sums[0] + sums[1]) + (sums[2] + sums[3])) * scale)
+    return found
+
+
+def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x * y + z of fp32, rounded once: in fp64 the product is exact and the sum is rounded to odd,
+    so that rounding it again is as if it had been exact."""
+    product, addend = x.double() * y.double(), z.double()
+    total = product + addend
+    back = total - product
+    rest = (product - (total - back)) + (addend - back)
+    even = (total.view(torch.int64) & 1) == 0
+    other = torch.nextafter(total, torch.where(rest > 0, torch.inf, -torch.inf).to(total))
+    return torch.where((rest != 0) & even & torch.isfinite(total), other, total).float()
+
+
+def _seen(given: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each row the keys (tokens, 128) that it sees, and their scales."""
+    keys, scales = pages_of(given["cache"])
+    for sequence, seen in rows_of(given):
+        ids = given["block_table"][sequence].long().clamp(0, len(keys) - 1)
+        ids = ids[: -(-seen // PAGE)]
+        yield keys[ids].reshape(-1, INDEX_DIM)[:seen], scales[ids].reshape(-1)[:seen]
+
+
 def magnitudes(given: Mapping[str, Any]) -> list[Tensor]:
     """Of each row and token sum_h |w| sum_c |q k| scale: what a chain's cuts are held to."""
-    keys, scales = pages_of(given["cache"])
-    keys = keys.float().abs()
     found = []
-    for r, (sequence, seen) in enumerate(rows_of(given)):
-        ids = given["block_table"][sequence].long().clamp(0, len(keys) - 1)[: -(-seen // PAGE)]
-        own = keys[ids].reshape(-1, INDEX_DIM)[:seen].double()
-        dots = given["q"].view(E4M3)[r].double().abs() @ own.T
-        scale = scales[ids].reshape(-1)[:seen].double().abs()
-        found.append((given["w"][r].double().abs()[:, None] * dots).sum(0) * scale)
+    for r, (keys, scale) in enumerate(_seen(given)):
+        dots = given["q"].view(E4M3)[r].double().abs() @ keys.double().abs().T
+        terms = given["w"][r].double().abs()[:, None] * dots
+        found.append(terms.sum(0) * scale.double().abs())
     return found
 
 

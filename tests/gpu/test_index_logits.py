@@ -60,7 +60,7 @@ def judge(given: dict[str, Any], unit_rows: int) -> None:
     before["out"].copy_(found)
     result = work.judge(spec, [made])
     assert result.passed, result.summary
-    wants = reference.scores(before, exact=True)
+    wants = reference.scores(before, reference.EXACT)
     errors = []
     for row, want, most in zip(found, wants, reference.magnitudes(before), strict=True):
         if len(want.values):

@@ -4,7 +4,7 @@ ragged prompts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,25 +77,42 @@ def sample_call(
     }  # fmt: skip
 
 
-def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
+class Held(NamedTuple):
+    """What errors of each element of ``out`` are held to.
+
+    Attributes:
+        sizes: sum_h |w| |relu| scale; 0 where nothing is written.
+        exact: scores in fp64, where the tensor core keeps fp32 and may not be far from that
+            either; None where it cuts more off.
+    """
+
+    sizes: Tensor
+    exact: Tensor | None
+
+
+def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     """``out`` with the scores by the tensor core's sums, in fp64; the rest as before."""
+    return {"out": _filled(given, reference.scores(given, reference.PRODUCTS_OF[spec.arch]))[0]}
+
+
+def _filled(given: Mapping[str, Any], found: Sequence[reference.Scores]) -> tuple[Tensor, Tensor]:
+    """(``out`` with scores of its rows, their sizes)."""
     out = given["out"].double()
-    for row, found in zip(out, reference.scores(given)):
-        row[: len(found.values)] = found.values
-    return {"out": out}
-
-
-def sizes_of(given: Mapping[str, Any]) -> Tensor:
-    """What errors of each element of ``out`` are held to; 0 where nothing is written."""
-    sizes = torch.zeros_like(given["out"], dtype=torch.float64)
-    for row, found in zip(sizes, reference.scores(given)):
-        row[: len(found.size)] = found.size
-    return sizes
+    sizes = torch.zeros_like(out)
+    for r, scores in enumerate(found):
+        out[r, : len(scores.values)] = scores.values
+        sizes[r, : len(scores.size)] = scores.size
+    return out, sizes
 
 
 def made(spec: VariantSpec, given: dict[str, Any], note: str) -> Call:
     """A call with its truth."""
-    return Call(given, {note: "out"}, truth(spec, given), sizes_of(given), note)
+    products = reference.PRODUCTS_OF[spec.arch]
+    out, sizes = _filled(given, reference.scores(given, products))
+    exact = None
+    if products == "blackwell":
+        exact, _ = _filled(given, reference.scores(given, reference.EXACT))
+    return Call(given, {note: "out"}, {"out": out}, Held(sizes, exact), note)
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
@@ -113,18 +130,25 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
-    """Within rounding of the model; elements that no row sees as they were."""
-    worst, wrong = 0.0, []
+    """Within rounding of the model, and of fp64 (see ``Held``); elements that no row sees as they
+    were."""
+    worst: dict[str, float] = {}
+    wrong = []
     for call in calls:
         ((name, (got, want)),) = call.pairs.items()
-        seen = call.job > 0
+        sizes, exact = call.job
+        seen = sizes > 0
         kept = got.double()[~seen] == want[~seen]
         if not bool(kept.all()):
             wrong.append(f"{name}: {int((~kept).sum())} elements written that are not to be")
-        error = ((got.double() - want).abs()[seen] / call.job[seen]).nan_to_num(torch.inf)
-        worst = max(worst, float(error.max()) if len(error) else 0.0)
-    text = f"worst error {worst:.1e} of sum |w| relu scale (allowed {SLACK:.0e})"
-    return Result(worst <= SLACK and not wrong, "; ".join([*wrong, text]))
+        for beside, of in (("", want), (", to fp64", exact)):
+            if of is not None:
+                error = ((got.double() - of).abs()[seen] / sizes[seen]).nan_to_num(torch.inf)
+                most = float(error.max()) if len(error) else 0.0
+                worst[beside] = max(worst.get(beside, 0.0), most)
+    figures = "".join(f"{beside} {most:.1e}" for beside, most in worst.items())
+    text = f"worst error{figures} of sum |w| relu scale (allowed {SLACK:.0e})"
+    return Result(max(worst.values(), default=0.0) <= SLACK and not wrong, "; ".join([*wrong, text]))
 
 
 def recorded(case: Case, run: Runner) -> Recorded:

@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ..index_cache import PAGE
-from ..smxx.prefix_sum import warp_scan
+from .prefix_sum import warp_scan
 
 WARP = 32
 AT_ONCE = 4  # sequences that a lane asks for
