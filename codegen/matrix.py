@@ -165,9 +165,10 @@ def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[Vari
     of families that declare no ``everyday``.  Of its others (those with RoPE), and of each other
     family, a greedy cover: first from variants of default values (64-token pages, bf16 results),
     which most calls take, then from those that differ from that in one axis, then from all; of
-    equals the first.  SM100's helper kernels are of the same sources: one an op.  A family that
-    declares its ``everyday`` variants has those instead, and those are left out that it declares as
-    ``rarely``.  If the set is to be ``thorough``, the last two rules do not hold.
+    equals the first.  A family that declares its ``everyday`` variants has those instead, and those
+    are left out that it declares as ``rarely``.  SM100's helper kernels are of the same sources, or
+    differ in their MMAs alone: one an op.  If the set is to be ``thorough``, the last three rules
+    do not hold.
     """
     specs = list(specs)
     chosen = {
@@ -186,16 +187,18 @@ def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[Vari
 def _everyday(specs: list[VariantSpec]) -> set[VariantSpec]:
     """Of one op's variants those that everyday tests run."""
     family = specs[0].family
-    if family.everyday is not None:
-        return _declared(specs, family.everyday)
+    declared = [] if family.everyday is None else _declared(specs, family.everyday)
     if family.helper and specs[0].arch != "sm_90a":
-        return {min(specs, key=changed)}
+        return {min(declared or specs, key=changed)}
+    if declared:
+        return set(declared)
     return _cover([spec for spec in specs if not _has(spec, family.rarely)])
 
 
-def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> set[VariantSpec]:
+def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> list[VariantSpec]:
     """Those of ``specs`` that have the values of an entry of ``everyday``; else a cover."""
-    return {spec for spec in specs if _has(spec, everyday)} or _cover(specs)
+    cover = None if any(_has(spec, everyday) for spec in specs) else _cover(specs)
+    return [spec for spec in specs if (_has(spec, everyday) if cover is None else spec in cover)]
 
 
 def _has(spec: VariantSpec, some: tuple[Values, ...]) -> bool:

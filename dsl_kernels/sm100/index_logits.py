@@ -106,12 +106,14 @@ class Own(NamedTuple):
     """What a thread has of a unit.
 
     Attributes:
-        to: address of its token's score in each of its rows, of the first page.
-        limits: position from which each of them is not to be written, less the thread's token.
+        to: address of its token's score in its first row, of a page at position 0.
+        stride: bytes to the next row.
+        limits: of each row: position from which each of them is not to be written, less the thread's token.
         weights: of its rows, head by head.
     """
 
-    to: cute.Tensor
+    to: Int64
+    stride: Int64
     limits: cute.Tensor
     weights: cute.Tensor
 
@@ -281,21 +283,20 @@ class IndexLogits(Scoring):
     @cute.jit
     def _own(self, words, out, share, token, weights_at):
         """See ``Own``; ``weights_at``: those of the thread's first row in shared memory."""
-        to = cute.make_rmem_tensor((self.own_rows,), Int64)
         limits = cute.make_rmem_tensor((self.own_rows,), Int32)
         # of an odd run the last pair has a page that is none
         behind = cutlass.min((words[FIRST_TILE] + words[TILES]) * PAGE, Int32(out.shape[1]))
         for x in cutlass.range_constexpr(self.own_rows):
             row = share * self.own_rows + x
-            at = Int64(words[ROW] + row) * out.stride[0] + token
-            to[x] = out.iterator.toint() + 4 * at
             seen = cutlass.min(words[SEEN] + row, behind)
             limits[x] = Int32(cutlass.select_(row < words[ROWS], seen, Int32(0))) - token
+        first = Int64(words[ROW] + share * self.own_rows) * out.stride[0] + token
         weights = cute.make_rmem_tensor((self.own_columns,), Float32)
         for v in cutlass.range_constexpr(0, self.own_columns, 4):
             for z, value in enumerate(four_weights(weights_at + 4 * v)):
                 weights[v + z] = value
-        return Own(to, limits, weights)
+        to, stride = out.iterator.toint() + 4 * first, 4 * Int64(out.stride[0])
+        return Own(to, stride, limits, weights)
 
     @cute.jit
     def _pair(self, st, d, scale_at, at, own: Own, position):
@@ -314,9 +315,10 @@ class IndexLogits(Scoring):
         with cute.arch.elect_one():
             self.acc.arrive_empty(st, a)
             self.pages.arrive_empty(st, stage)
+        to = own.to + 4 * Int64(position)
         for x, total in enumerate(sums):
-            to = own.to[x] + 4 * Int64(position)
             store_below(to, total * scale, position, own.limits[x])
+            to += own.stride
 
     def _sum(self, d, weights, first: int):
         """Sum over the heads of a row, whose columns begin at ``d`` and its weights at ``first``:

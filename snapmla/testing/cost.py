@@ -1,8 +1,8 @@
 """What a compiled variant asks of an SM: calls of its op on the software GPU, recorded.
 
 A decode runs twice, one sequence and one part (a CTA, or a cluster) with few and with many KV
-tiles; the difference is a tile of the steady state.  An op without tiles runs once, and its figures
-are those of a whole CTA in the mean.
+tiles; the difference is a tile of the steady state.  So does an op whose workload knows one
+(``Workload.steady``).  Others run once, and their figures are those of a whole CTA in the mean.
 """
 
 from __future__ import annotations
@@ -123,9 +123,10 @@ def measure(
     held, heads = card_of(spec.arch, card), rows_of(spec) if rows is None else rows
     if not 1 <= heads <= rows_of(spec):
         raise ValueError(f"rows: expected 1 to {rows_of(spec)} of {spec.name}, got {heads}")
-    steady = spec.family.token_tile is not None
-    if steady:
-        few, many = (record(spec, kernel, Sizes(1, spec.token_tile * n, 1, heads)) for n in tiles)
+    sizes = _steady(spec, heads, tiles)
+    steady = sizes is not None
+    if sizes is not None:
+        few, many = (record(spec, kernel, each) for each in sizes)
     else:
         few = many = record(spec, kernel, Sizes(BATCH, TOKENS, 1, min(heads, 16), PARTS))
     code = sass.blocks(kernel.ptx_path.with_suffix(".o")).get(entry(few))
@@ -140,6 +141,16 @@ def measure(
     handovers = {k: n * each for k, n in waited.items() if n > 0}
     hot = conflicts(many, entry(many))
     return Cost(spec, heads, found, held, cycles * each, handovers, hot, plays[-1])
+
+
+def _steady(spec: VariantSpec, heads: int, tiles: tuple[int, int]) -> list[Sizes] | None:
+    """Extents of the calls whose difference is the steady state, None where an op has none."""
+    of_op = workloads.of(spec.op).steady
+    if of_op is not None:
+        return [of_op(spec, n) for n in tiles]
+    if spec.family.token_tile is None:
+        return None
+    return [Sizes(1, spec.token_tile * n, 1, heads) for n in tiles]
 
 
 def _played(recorder: Recorder, found: Profile, card: Card) -> timeline.Timeline:

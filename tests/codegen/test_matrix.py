@@ -48,7 +48,8 @@ def test_helper_axes_are_complete() -> None:
     rows = 2 * 2 + 2 * 4  # append_kv by dtype and index; fetch_dequant by dtype and mode
     ds_mla = 2 + 2 + 3  # append_kv by index, and with norm and RoPE by table; fetch_dequant by mode
     v4 = 2 + 1 + 3  # append_kv by index, and with RoPE; fetch_dequant by mode
-    index = 7 + 3  # select_topk by keys and CTAs; append_index_k, index_rows, fetch_index_k
+    logits = 3 + 4  # index_logits of 64 heads, of 32, by rows
+    index = 7 + 3 + logits  # select_topk; append_index_k, index_rows, fetch_index_k
     merging = 2 + 2 * 2 * 3 + 1  # merge; merge_states by dtypes and mode, and of 128 channels
     assert len(helpers) == 3 + merging + index + 3 * (2 + 2 + 4) + rotating + rows + ds_mla + v4
 

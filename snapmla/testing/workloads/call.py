@@ -118,6 +118,8 @@ class Workload(NamedTuple):
         bench: name of a bench row -> its modes -> the axes that they stand for.
         job: (spec, lengths, planner) -> a call of a decode behind the planning kernel.
         tiles: (spec, call of ``small``) -> its tiles of work: without any, a check proves nothing.
+        steady: (spec, tiles) -> extents of a call of one CTA that takes so many tiles, where an op
+            that is no decode has a steady state, of which costs are told a tile.
     """
 
     small: Small
@@ -130,6 +132,7 @@ class Workload(NamedTuple):
     bench: Mapping[str, Mapping[str, Mapping[str, str]]] = {}
     job: Callable[[VariantSpec, Sequence[int], runtime.Kernel], Job] | None = None
     tiles: Callable[[VariantSpec, Call], int] = elements
+    steady: Callable[[VariantSpec, int], Sizes] | None = None
 
 
 # ---------------------------------------------------------------------------- judges

@@ -148,7 +148,9 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
                 worst[beside] = max(worst.get(beside, 0.0), most)
     figures = "".join(f"{beside} {most:.1e}" for beside, most in worst.items())
     text = f"worst error{figures} of sum |w| relu scale (allowed {SLACK:.0e})"
-    return Result(max(worst.values(), default=0.0) <= SLACK and not wrong, "; ".join([*wrong, text]))
+    return Result(
+        max(worst.values(), default=0.0) <= SLACK and not wrong, "; ".join([*wrong, text])
+    )
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
@@ -218,7 +220,12 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 def tiles(_spec: VariantSpec, call: Call) -> int:
     """Pages that some row of a call sees: errors are held to nothing where none does."""
-    return int(sum(-(-int((row > 0).sum()) // PAGE) for row in call.job))
+    return int(sum(-(-int((row > 0).sum()) // PAGE) for row in call.job.sizes))
 
 
-WORKLOAD = Workload(small, judge, recorded, sized, truth, public, moved, tiles=tiles)
+def steady(spec: VariantSpec, tiles: int) -> Sizes:
+    """A unit of one sequence; a tile is two pages, which SM100 takes at once."""
+    return Sizes(1, 2 * PAGE * tiles, spec.unit_rows)
+
+
+WORKLOAD = Workload(small, judge, recorded, sized, truth, public, moved, tiles=tiles, steady=steady)
