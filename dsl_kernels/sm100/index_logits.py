@@ -108,7 +108,7 @@ class Own(NamedTuple):
     Attributes:
         to: address of its token's score in its first row, of a page at position 0.
         stride: bytes to the next row.
-        limits: of each row: position from which each of them is not to be written, less the thread's token.
+        limits: of each row: position from which on it is not to be written, less the token.
         weights: of its rows, head by head.
     """
 

@@ -20,7 +20,8 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 EXACT = "exact"
 # How the 128 channels of q . k are added, in one chain; of each architecture its tensor core's way.
-PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+Products = Callable[[Tensor, Tensor], Tensor]
+PRODUCTS: dict[str, Products] = {
     "hopper": accumulate.hopper_fp8_dot,
     "blackwell": accumulate.blackwell_fp8_dot,
     EXACT: lambda q, k: q.double() @ k.double().T,
@@ -79,12 +80,14 @@ def scores(given: Mapping[str, Any], products: str = "hopper") -> list[Scores]:
     return found
 
 
-def bits_on_blackwell(given: Mapping[str, Any], products: str = "blackwell") -> list[Tensor]:
+def bits_on_blackwell(
+    given: Mapping[str, Any], products: Products = accumulate.blackwell_fp8_dot
+) -> list[Tensor]:
     """Of each row fp32 scores, bit for bit as ``sm100/index_logits.py``: heads h, h + 4, ... in
     four sums, each addition rounded once, then those in pairs, then the scale."""
     q, found = given["q"].view(E4M3), []
     for r, (keys, scale) in enumerate(_seen(given)):
-        terms = torch.relu(PRODUCTS[products](q[r], keys).float()).view(-1, 4, len(keys))
+        terms = torch.relu(products(q[r], keys)).view(-1, 4, len(keys))
         weights = given["w"][r].view(-1, 4, 1)
         sums = torch.zeros(4, len(keys))
         for x, w in zip(terms, weights, strict=True):
