@@ -38,7 +38,7 @@ def index_logits(
     sees: of n query tokens of a sequence of L tokens (with the n) number j sees the first
     L - n + 1 + j.  Products and sums are float32; a NaN stays one.  The bits of a score follow from
     its query token and its cached token alone: not from the batch, the number of query tokens, the
-    device's SMs, or whether queries are ragged.
+    device's SMs, or whether queries are ragged.  SM90 and SM100 differ, as their tensor cores do.
 
     One launch, straight from the pages; no plan, no copy of the cache, no synchronisation, nothing
     read by the host, and with ``out`` given no allocation: it may be captured in a CUDA graph.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from torch import Tensor
 
 import snapmla  # noqa: F401 (operators)
+from dsl_kernels import registry
+from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
 from snapmla.dsa import append_index_k, index_logits
+from snapmla.dsa import deep_gemm_names as deep_gemm
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import index_logits as work
 from tests.support.needs import needs_compiler
@@ -117,6 +122,66 @@ def test_rows_of_a_unit_follow_from_shapes() -> None:
     assert [unit(64, s) for s in (1, 2, 3, 4, 8)] == [1, 2, 4, 4, 4]
     assert [unit(32, s) for s in (1, 2, 3, 5, 100)] == [1, 2, 4, 8, 8]
     assert [unit(64, 0, total) for total in (1, 2, 3, 300)] == [1, 1, 2, 4]
+
+
+@contextlib.contextmanager
+def software_gpu(arch: str) -> Iterator[pytest.MonkeyPatch]:
+    """CPU tensors run on one of that architecture; nothing that is kept outlives it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SNAPMLA_SOFTGPU_ARCH", arch)
+        runtime.arch_of.cache_clear()
+        runtime.forget()
+        yield patch
+    runtime.arch_of.cache_clear()
+    runtime.forget()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_variant_of_an_architecture(arch: str) -> None:
+    """Of the same call, also by DeepGEMM's name."""
+    asked: list[VariantSpec] = []
+
+    def kernel(spec: VariantSpec, _device: str) -> Callable[..., None]:
+        asked.append(spec)
+        return lambda *_: None
+
+    given = arguments()
+    with software_gpu(arch) as patch:
+        patch.setattr(runtime, "kernel", kernel)
+        index_logits(**given, unit_rows=4)
+        deep_gemm.fp8_paged_mqa_logits(
+            given["q"], given["cache"].view(3, 64, 1, 132), given["w"].view(4, 64),
+            given["cache_seqlens"], given["block_table"], None, 128,
+        )  # fmt: skip
+    name = arch.replace("_", "")
+    assert [s.name for s in asked] == [f"index_logits_h64_u{u}_{name}" for u in (4, 2)]
+    assert all(registry.feasible(spec) is None for spec in asked)
+
+
+@pytest.mark.whole_matrix
+@needs_compiler
+@pytest.mark.parametrize("ragged", [False, True])
+def test_sm100_through_the_public_call(ragged: bool) -> None:
+    """Beside fp64, into ``out`` and into what is allocated."""
+    tokens: Any = (2, 3) if ragged else 2
+    given = work.sample_call(32, (130, 67), tokens)
+    shape = (len(given["q"]), 32) if ragged else (2, 2, 32)
+    read = (
+        given["q"].view(E4M3).view(*shape, 128), given["w"].view(shape), given["cache"],
+        given["block_table"], given["cache_seqlens"],
+    )  # fmt: skip
+    cu = given["cu_seqlens_q"] if ragged else None
+    with software_gpu("sm_100a") as patch:
+        patch.setenv("SOFTGPU_HAZARDS", "raise")
+        index_logits(*read, cu_seqlens_q=cu, out=given["out"])
+        allocated = index_logits(*read, cu_seqlens_q=cu, max_tokens=133)
+    for row, other, want in zip(
+        given["out"], allocated, reference.scores(given, reference.EXACT), strict=True
+    ):
+        seen = len(want.values)
+        assert torch.equal(row[:seen], other[:seen])
+        assert bool(((row[:seen] - want.values).abs() <= work.SLACK * want.size).all())
+        assert bool((row[seen:] == work.UNTOUCHED).all())
 
 
 def test_what_is_allocated() -> None:
