@@ -75,11 +75,11 @@ def judged(
 @whole  # some run in test_variants.py
 @each_variant
 def test_clean_and_right(arch: str, heads: int, rows: int) -> None:
-    """Out of order, with copies landing at random, late and early: no hazard, no wrong score, none
-    too many."""
+    """Out of order, with copies landing at random, of SM100 also late and early: no hazard, no
+    wrong score, none too many."""
     spec = spec_of(arch, heads, rows)
     workload = selfcheck.Workload(spec, runtime.find_or_build(spec, need_library=False).directory)
-    for seed in range(SCHEDULES):
+    for seed in range(SCHEDULES if arch == "sm_100a" else 1):  # SM90's have cards
         with using(mutate.schedule(seed)):
             result = workload.run()
         assert result.passed, (seed, result.summary)
