@@ -87,7 +87,7 @@ def bits_on_blackwell(
     four sums, each addition rounded once, then those in pairs, then the scale."""
     q, found = given["q"].view(E4M3), []
     for r, (keys, scale) in enumerate(_seen(given)):
-        terms = torch.relu(products(q[r], keys)).view(-1, 4, len(keys))
+        terms = torch.relu(products(q[r], keys)).view(q.shape[1] // 4, 4, len(keys))
         weights = given["w"][r].view(-1, 4, 1)
         sums = torch.zeros(4, len(keys))
         for x, w in zip(terms, weights, strict=True):

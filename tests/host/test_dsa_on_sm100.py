@@ -1,0 +1,75 @@
+"""``snapmla.dsa`` on SM100, on the software GPU: index keys, scores and top-k of a step.
+
+Kernels of all but scores are SM90's sources, which its own tests study; what is tried here is that
+the public calls find SM100's objects and hand over to one another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from snapmla import runtime
+from snapmla.dsa import append_index_k, index_topk, shapes
+from snapmla.testing import index_reference as reference
+from snapmla.testing import topk_reference
+from snapmla.testing.index_tables import rows_tables
+from snapmla.testing.workloads.index_logits import poisoned_pages
+from softgpu import Options, using
+from tests.support.needs import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.whole_matrix]
+scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+E4M3, HEADS, K, S_Q = torch.float8_e4m3fn, 64, 20, 2
+LENGTHS = (150, 0, 70)
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """CPU tensors on a software B200; top-k by few threads, scores by few CTAs."""
+    monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
+    monkeypatch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
+    monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
+    runtime.arch_of.cache_clear()
+    runtime.forget()
+    yield
+    monkeypatch.undo()
+    runtime.arch_of.cache_clear()
+    runtime.forget()
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_a_step_from_keys_to_slots() -> None:
+    """Keys appended into pages of poison in random order; of the bits that Blackwell's model gives
+    the scores a stable sort chooses the same slots."""
+    torch.manual_seed(5)
+    wanted = [-(-n // 64) for n in LENGTHS]
+    cache, order = poisoned_pages(sum(wanted) + 2, gap=64), torch.randperm(sum(wanted) + 1)
+    table = torch.full((len(LENGTHS), max(wanted) + 1), 2**31 - 1, dtype=torch.int32)
+    slots, at = [], 0
+    for i, n in enumerate(LENGTHS):
+        own = order[at : at + wanted[i]]
+        table[i, : len(own)], at = own, at + len(own)
+        position = torch.arange(n)
+        slots.append(64 * own[position // 64] + position % 64)
+    keys, lengths = torch.randn(sum(LENGTHS), 128).bfloat16(), torch.tensor(LENGTHS).int()
+    q, w = torch.randn(len(LENGTHS), S_Q, HEADS, 128).to(E4M3), torch.randn(3, S_Q, HEADS)
+    with using(Options(hazards="raise")):
+        append_index_k(cache, keys, torch.cat(slots))
+        found = index_topk(q, w, cache, table, lengths, K)
+    call = {
+        "q": q.view(torch.uint8).view(-1, HEADS, 128), "w": w.view(-1, HEADS), "cache": cache,
+        "block_table": table, "cache_seqlens": lengths, "s_q": S_Q,
+        "cu_seqlens_q": torch.empty(0), "out": torch.full((3 * S_Q, 64 * table.shape[1]), 0.0),
+    }  # fmt: skip
+    logits = call["out"]
+    for row, values in zip(logits, reference.bits_on_blackwell(call), strict=True):
+        row[: len(values)] = values
+    rows = rows_tables(lengths, None, table, logits.shape[1], len(logits), S_Q)
+    want = topk_reference.select_topk_reference(logits, rows[0], K, block_table=rows[1])
+    for mine, right in zip(found, want, strict=True):
+        assert mine.dtype == torch.int32 and torch.equal(mine, right)
+    assert found[1].tolist() == [K, K, 0, 0, K, K]
