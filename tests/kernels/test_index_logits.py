@@ -88,14 +88,14 @@ def test_clean_and_right(arch: str, heads: int, rows: int) -> None:
 def test_sm100_lands_early_late_and_at_random() -> None:
     """A small call under each, the same bits: odd runs of pages, a sequence without tokens, one
     without queries, a prompt of more tokens than a unit, two CTAs."""
-    given = work.sample_call(64, (70, 9, 0, 200), (3, 0, 1, 5), ctas=2)
-    found = []
+    spec, given = spec_of("sm_100a", 64, 2), work.sample_call(64, (9, 70, 0, 130), (3, 0, 1, 2))
+    call, before, found = work.made(spec, given, "call"), given["out"].clone(), []
     for seed in range(3):
-        again = {**given, "out": given["out"].clone()}
-        result = judged("sm_100a", 64, 2, again, mutate.schedule(seed))
-        assert result.passed, (seed, result.summary)
-        found.append(again["out"])
-    assert all(torch.equal(found[0], other) for other in found[1:])
+        given["out"].copy_(before)
+        found.append(run("sm_100a", 64, 2, given, mutate.schedule(seed)).clone())
+    result = work.judge(spec, [call])
+    assert result.passed, result.summary
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
 
 
 @both_archs
