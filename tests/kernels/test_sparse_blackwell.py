@@ -28,7 +28,7 @@ from tests.support.planting import granted, line_of
 pytestmark = needs_compiler
 # A list in two pieces, an empty one, idle entries, sinks, pages of another size than a tile.
 SMALL = SparseShape(
-    9, 100, (100, 0), 53, layout="packed", sink=True, style="swings", fixed_overhead=0
+    3, 100, (100, 0), 53, layout="packed", sink=True, style="swings", fixed_overhead=0
 )
 SCHEDULES = [("early", None), ("late", None), ("random", 1)]
 MORE = [(mode, seed) for mode in ("early", "late", "random") for seed in (2, 3, 4, 5)]
