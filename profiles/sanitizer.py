@@ -14,6 +14,7 @@ explanation (``sanitizer_pairs``), a wrong result, a run that did not end in tim
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import datetime
 import fnmatch
 import json
@@ -47,6 +48,12 @@ OPTIONS = {  # of each tool
     "synccheck": (),
 }
 PRINT_LIMIT = 1000  # reports of one run
+EXPLAINED = (
+    "Each is ordered in both directions: the write before the read, and the read before the next "
+    "write; racecheck does not say which of them it could not follow. An explanation goes by the "
+    "functions that write and read (`profiles/sanitizer_pairs.py`), and may be of a later commit "
+    "than the runs."
+)
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
@@ -151,7 +158,7 @@ def parse(text: str, arch: str = "sm_90a") -> list[Finding]:
             first = race[1].lower(), _place(race[2])
         elif first is not None and (other := _OTHER_SIDE.match(line)):
             places = first[1], _place(other[2])
-            _keep(found, f"race: {first[0]} ~ {other[1].lower()}", places, arch)
+            _keep(found, f"{sanitizer_pairs.RACE}{first[0]} ~ {other[1].lower()}", places, arch)
         elif re.match(r"\s+at \S", line) and at and not lines[at - 1].startswith(" "):
             place = _place(line)
             _keep(found, lines[at - 1].strip(), (place,) if place else (), arch)
@@ -168,7 +175,7 @@ def _keep(
     found: dict[tuple[str, ...], Finding], what: str, places: tuple[str, ...], arch: str
 ) -> None:
     functions = tuple(sanitizer_pairs.function_at(place, arch) for place in places)
-    why = sanitizer_pairs.explanation(functions) if what.startswith("race") else ""
+    why = sanitizer_pairs.explanation(functions, what)
     short = tuple(place.rpartition("/")[2] for place in places)
     found.setdefault((what, *short), Finding(what, short, functions, why))
 
@@ -280,28 +287,41 @@ def page(record: Record) -> str:
     named = ("gpu", "driver", "cuda", "sanitizer", "torch", "tvm_ffi", "python")
     machine = record.machine
     bad = [run for run in record.runs if not run.good]
-    pairs = sorted({(f.functions, f.why) for run in record.runs for f in run.findings if f.why})
     lines = [
         "# compute-sanitizer", "", "`bash profiles/gpu_run.sh sanitizer`", "",
-        f"- commit {record.commit}, {record.when}",
+        f"- commit {record.commit}, {record.when}; line numbers are of that commit",
         f"- {', '.join(f'{k} {machine[k]}' for k in named if machine.get(k) is not None)}", "",
         f"{len(record.runs)} runs: {len(record.runs) - len(bad)} clean or explained, {len(bad)} "
         f"not, {len(record.missing)} not run. One variant of every form of every op, the small "
         "calls of its op; results are right in every run unless it says so.", "",
         "| op | variant | memcheck | synccheck | racecheck |", "|---|---|---|---|---|",
-        *_rows(record),
+        *_rows(record), *_explained(record),
     ]  # fmt: skip
-    lines += ["", "## Pairs of racecheck that are explained", ""] if pairs else []
-    for functions, why in pairs:
-        lines.append(f"- `{'` ~ `'.join(functions)}`: {why}")
-    if pairs:
-        lines += ["", sanitizer_pairs.CAUSE]
     lines += ["", "## Not explained", ""] if bad or record.missing else []
     for run in bad:
         said = [f"{f.what} at {' ~ '.join(f.places) or '?'}" for f in run.findings if not f.why]
         lines.append(f"- `{run.variant}`, {run.tool}: {'; '.join([run.note, *said]).strip('; ')}")
     lines += [f"- `{variant}`, {tool}: not run" for tool, variant in record.missing]
     return "\n".join([*lines, ""])
+
+
+def _explained(record: Record) -> list[str]:
+    """The pairs that are ordered: by means, by what is handed over."""
+    found: dict[sanitizer_pairs.Handover, dict[str, None]] = {}
+    for finding in (f for run in record.runs for f in run.findings if f.why):
+        handover = sanitizer_pairs.handover_of(finding.functions, finding.what)
+        if handover is not None:
+            writes = finding.what.endswith("read")  # the first of the two
+            pair = finding.functions if writes else finding.functions[::-1]
+            found.setdefault(handover, {})["`" + "` -> `".join(pair) + "`"] = None
+    if not found:
+        return []
+    lines = ["", "## Pairs of racecheck that are explained", "", EXPLAINED]
+    for means in dict.fromkeys(x.means for x in sanitizer_pairs.HANDOVERS if x in found):
+        lines += ["", f"### {means.title}", "", means.text, ""]
+        for handover in (x for x in sanitizer_pairs.HANDOVERS if x in found and x.means == means):
+            lines.append(f"- {handover.why}: {', '.join(sorted(found[handover]))}")
+    return lines
 
 
 def _rows(record: Record) -> list[str]:
@@ -410,7 +430,7 @@ def again(record: Annotated[Path, typer.Argument(help="JSON that run wrote.")]) 
     loaded = Record.load(record)
     for run in loaded.runs:
         run.findings = [
-            Finding(f.what, f.places, f.functions, sanitizer_pairs.explanation(f.functions))
+            dataclasses.replace(f, why=sanitizer_pairs.explanation(f.functions, f.what))
             for f in run.findings
         ]
         if run.state in ("ok", "error"):

@@ -1,6 +1,18 @@
 """Pairs of accesses that racecheck reports although they are ordered, and why they are.
 
-A pair is known by the functions that its two source lines are in, so that edits move nothing.
+A ``Handover`` is shared memory that some functions write and others read.  It says what orders them
+in both directions: the writers before the readers, and these before the next writers.  racecheck
+names two lines, but not the direction that it could not follow.
+
+A pair is known by the functions that its two lines are in, so that edits move nothing, and by which
+of the two writes.  That is all that an explanation goes by: the *memory* is not part of the key.
+If the same two functions come to exchange something else, which the same one writes, a pair about
+that is taken for explained as well.  So a handover names functions that touch little else, and
+whoever lets one of them read or write more shared memory looks at what is said of it here.  Two
+writes are never explained, nor is a read in a writer beside a write in a reader.
+
+``tests/profiles/test_sanitizer_pairs.py`` takes a part of each handover's order away and expects
+that the software GPU reports its pair.
 """
 
 from __future__ import annotations
@@ -13,25 +25,61 @@ from pathlib import Path
 import dsl_kernels
 
 SOURCES = Path(dsl_kernels.__file__).parent
-CAUSE = (
-    "racecheck follows an mbarrier's arrival from the thread that arrives, and here one lane "
-    "arrives for its warp.  The other lanes' accesses come before it by `bar.warp.sync` or a named "
-    "barrier, which order memory among the threads that take part; the arrival releases, the wait "
-    "acquires, and causality order is transitive.  The software GPU's hazard check follows every "
-    "lane: it finds these kernels clean under every schedule, and reports the pair where nothing "
-    "brings the lanes together before the arrival."
+RACE = "race: "  # what a pair begins with, in findings
+
+
+@dataclass(frozen=True)
+class Means:
+    """How pairs are ordered that racecheck does not follow.
+
+    Attributes:
+        title: heading of the page.
+        text: why that is an order, what racecheck makes of it, and what the software GPU does.
+    """
+
+    title: str
+    text: str
+
+
+ONE_LANE = Means(
+    "One lane arrives for its warp",
+    "One lane arrives at an mbarrier for its warp.  The other lanes' accesses come before that by "
+    "`bar.warp.sync` or a named barrier, which order memory among the threads that take part; the "
+    "arrival releases, the wait acquires, and causality order is transitive.  racecheck, as its "
+    "reports look, does not put this together.  The software GPU's hazard check follows every "
+    "lane: it finds these kernels clean under every schedule that was run, and reports pairs of "
+    "each of these handovers once the `bar.warp.sync` in front of the arrival is taken out, or, "
+    "where another barrier or wait orders them beside it, once that is.",
+)
+LANDED = Means(
+    "Copies of `cp.async` that arrive by themselves",
+    "Lanes that gather copy with `cp.async`, and `cp.async.mbarrier.arrive.noinc` arrives for each "
+    "of them at `landed` when its copies are there.  racecheck's manual says that it follows such "
+    "copies by pipelines and async-groups, and nothing of mbarriers.  To the software GPU a copy "
+    "is complete with the phase that it arrives in: it finds these kernels clean under every "
+    "schedule that was run, and reports pairs of each of these handovers where the announcing warp "
+    "does not wait for `landed`.",
+)
+MEETING = Means(
+    "Named barriers of several warpgroups",
+    "A named barrier of two or three of the CTA's warpgroups orders memory among all threads that "
+    "take part, those that only arrive included.  racecheck reports these pairs, and none that a "
+    "named barrier of one warpgroup orders alone; why, it does not say.  The software GPU finds "
+    "these kernels clean under every schedule that was run, and reports the pairs where that "
+    "barrier is taken out.",
 )
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Shared memory that some functions write and others read, handed over by one lane a warp.
+    """Shared memory that some functions write and others read.
 
     Attributes:
         what: lies there.
         there: what orders the writers before the readers.
         back: what orders the readers before the next writers.
         writers, readers: ``file.py:function``.
+        means: what racecheck does not follow of it.
     """
 
     what: str
@@ -39,16 +87,25 @@ class Handover:
     back: str
     writers: frozenset[str]
     readers: frozenset[str]
+    means: Means = ONE_LANE
 
     @property
     def why(self) -> str:
         """In a sentence."""
         return f"{self.what}: written, then {self.there}; read, then {self.back}"
 
+    def covers(self, functions: tuple[str, ...], accesses: tuple[str, ...]) -> bool:
+        """Whether a pair is one of it: a write in a writer and a read in a reader."""
+        if len(functions) != 2 or sorted(accesses) != ["read", "write"]:
+            return False
+        side = dict(zip(accesses, functions, strict=True))
+        return side["write"] in self.writers and side["read"] in self.readers
+
 
 HANDOVERS = (
     Handover(
-        "1 / sums of an item's rows", "`bar.warp.sync`, one lane arrives at INV_RING's full",
+        "1 / sums of an item's rows",
+        "`bar.warp.sync` or the softmax warps' named barrier, one lane arrives at INV_RING's full",
         "`bar.warp.sync`, one lane arrives at INV_RING's empty, which the next writers wait for",
         frozenset((
             "across_warps.py:finish_rows", "softmax_many.py:finish_rows",
@@ -86,12 +143,30 @@ HANDOVERS = (
         "behind it whoever makes these, waits for",
         frozenset((
             "scale_triples.py:_make", "mix16_powers.py:_make", "mix16_powers.py:_make_ratios",
-            "mix16_parts.py:_make", "mix16_parts.py:_clear",
+            "mix16_parts.py:_make",
         )),
         frozenset((
             "block_softmax.py:logits", "mix16_softmax.py:facts_of", "mix16_softmax.py:load_ratio",
-            "mix16_v4_parts.py:load_ratio", "mix16_pv.py:load_ratio",
+            "mix16_v4_parts.py:load_ratio", "mix16_v41.py:load_ratio", "mix16_pv.py:load_ratio",
         )),
+    ),
+    Handover(
+        "zeros for content whose scale is 0",
+        "`bar.warp.sync`, the announcer's lane arrives at the tile's full barrier",
+        "`bar.warp.sync`, one lane of each reading warp frees the stage (or the first half of its "
+        "rows), which the gathering lanes wait for; the announcer writes again when the next "
+        "tile's copies have landed",
+        frozenset(("mix16_parts.py:_clear",)),
+        frozenset(("mix16_softmax.py:load_k", "mix16_pv.py:load_v")),
+    ),
+    Handover(
+        "zeros for V behind a sequence's end (K of the next tile of the stage)",
+        "the P.V warpgroup's named barrier and `bar.warp.sync`, one lane of each warp frees the "
+        "stage, and the bytes of the next copy, which waits for that, complete the full barrier "
+        "that the readers wait for",
+        "`bar.warp.sync`, one lane arrives at the full barrier of P, which the writers wait for",
+        frozenset(("fp8_per_token.py:zero_values",)),
+        frozenset(("mix16_softmax.py:load_k",)),
     ),
     Handover(
         "frame factors of the other warpgroup's block",
@@ -100,6 +175,125 @@ HANDOVERS = (
         "write the buffer again",
         frozenset(("fp8_dual_wg.py:own_frame",)),
         frozenset(("fp8_dual_wg.py:peer_frame",)),
+    ),
+    Handover(
+        "slot and rows of an item",
+        "`bar.warp.sync`, one lane arrives at INV_RING's full",
+        "`bar.warp.sync`, one lane arrives at INV_RING's empty, which the softmax warps wait for "
+        "at the end of the next item, before the one whose note takes the same of two slots",
+        frozenset(("item_notes.py:note",)),
+        frozenset(("item_notes.py:noted",)),
+    ),
+    Handover(
+        "notes of work tiles",
+        "the lane that writes arrives at the slot's full barrier",
+        "`bar.warp.sync`, one lane of each reading warp arrives at the slot's empty barrier, which "
+        "the producer waits for before it writes",
+        frozenset(("mha_parts.py:put",)),
+        frozenset(("mha_parts.py:read",)),
+    ),
+    Handover(
+        "verdicts on work tiles",
+        "`bar.warp.sync`, one lane arrives at the empty barrier of the next note, which the "
+        "producer waits for, and behind a pause each consumer",
+        "`bar.warp.sync`, one lane arrives: the producer's at the full barrier of the note that it "
+        "gives next, a consumer's behind a pause at the empty barrier of the next note and of Q.  "
+        "Without these no work tile is taken whose verdict has the same slot",
+        frozenset(("mha_hidden.py:tell", "mha_hidden.py:reset")),
+        frozenset(("mha_hidden.py:_told",)),
+    ),
+    Handover(
+        "the first key of each channel of V that is no finite number",
+        "`bar.warp.sync`, one lane arrives at the tile's `clean`",
+        "`bar.warp.sync`, one lane of each consumer warp arrives at `seen`, which the clearing "
+        "warp waits for before it scans the next such work tile's first tile",
+        frozenset(("mha_hidden.py:scan",)),
+        frozenset(("mha_hidden.py:poison",)),
+    ),
+    Handover(
+        "words about a unit of index logits",
+        "the lane that writes arrives at the slot's full barrier",
+        "`bar.warp.sync`, one lane of each maths warp arrives at the slot's empty barrier, which "
+        "the producer waits for",
+        frozenset(("index_logits.py:_announce", "index_logits.py:_produce")),
+        frozenset(("index_logits.py:_compute", "index_logits.py:_targets")),
+    ),
+    Handover(
+        "weights of a unit of index logits, a bulk copy",
+        "its bytes complete the slot's full barrier",
+        "`bar.warp.sync`, one lane of each maths warp arrives at the slot's empty barrier, which "
+        "the producer waits for",
+        frozenset(("index_logits.py:_announce",)),
+        frozenset(("index_logits.py:_kept", "index_logits.py:weights")),
+    ),
+    Handover(
+        "scales of a page of index logits, a bulk copy",
+        "its bytes complete the stage's full barrier",
+        "`bar.warp.sync`, one lane of each warp of the maths warpgroup whose turn it is arrives at "
+        "the stage's empty barrier, which the producer waits for",
+        frozenset(("index_logits.py:_fill",)),
+        frozenset(("index_logits.py:_tile",)),
+    ),
+    Handover(
+        "gathered content of a tile",
+        "the copies arrive at `landed`, which the announcer waits for; behind it one of its lanes "
+        "arrives at the tile's full barrier",
+        "`bar.warp.sync`, one lane of each reading warp frees the stage, or the first half of its "
+        "rows, which each gathering lane waits for (`fp8_etap.py:pv_block` does without the "
+        "`bar.warp.sync`: `ldmatrix.sync` is an instruction of the whole warp, which no lane is "
+        "through with before all have executed it)",
+        frozenset((
+            "gather.py:_lines", "gather.py:_rows", "gather_pages.py:_lines",
+            "gather_v4.py:_token_lines",
+        )),
+        frozenset((
+            "mix16_softmax.py:load_k", "mix16_v41.py:load_k", "mix16_v4_parts.py:load_k",
+            "mix16_pv.py:load_v", "mix16_v4_pv.py:load_unit", "transpose.py:_load",
+        )),
+        LANDED,
+    ),
+    Handover(
+        "gathered scales of a tile",
+        "the copies arrive at `landed`, which the announcer waits for; behind it one of its lanes "
+        "arrives at the tile's full barrier, for readers of other warps",
+        "`bar.warp.sync`, the announcer's lane arrives at the tile's full barrier, or at the "
+        "triples'; `bar.warp.sync`, one lane of each reading warp frees the stage, which each "
+        "gathering lane waits for",
+        frozenset(("gather.py:_copy", "gather_v4.py:_copy")),
+        frozenset((
+            "f16_softmax.py:scales_of", "softmax_few.py:scales_of", "mix16_softmax.py:scales_of",
+            "mix16_parts.py:_make", "mix16_powers.py:words_of_lane", "mix16_powers.py:words_at",
+            "mix16_pages.py:_bits", "scale_triples.py:_make",
+        )),
+        LANDED,
+    ),
+    Handover(
+        "bits of the places that hold tokens",
+        "the announcer's lane that writes arrives at the full barrier of the tile's first half",
+        "the softmax warps' named barrier and `bar.warp.sync`, one lane arrives at the full "
+        "barrier of P; behind it one lane of each P.V warp frees the first half, which each "
+        "gathering lane waits for; the announcer writes again when the next copies have landed",
+        frozenset(("sparse_prefill_parts.py:_announce",)),
+        frozenset(("sparse_prefill_form.py:places",)),
+        LANDED,
+    ),
+    Handover(
+        "row sums of both warpgroups",
+        "a named barrier of both warpgroups (`bar.sync 3, 256`)",
+        "the same barrier once more, at the item's end",
+        frozenset(("fp8_dual_wg.py:finish_item",)),
+        frozenset(("fp8_dual_wg.py:finish_item",)),
+        MEETING,
+    ),
+    Handover(
+        "factors of the rows of Q",
+        "a named barrier of the softmax and P.V warps (`bar.arrive 4, 384` of P.V, `bar.sync 4, "
+        "384` of softmax)",
+        "`bar.warp.sync`, one lane arrives at the full barrier of P, which P.V's warps wait for "
+        "before they convert the next Q; of an item without tiles nothing is read",
+        frozenset(("mix16_parts.py:convert",)),
+        frozenset(("mix16_softmax.py:block",)),
+        MEETING,
     ),
 )  # fmt: skip
 
@@ -112,28 +306,34 @@ def _functions(path: Path) -> list[tuple[int, int, str]]:
     return [(n.lineno, n.end_lineno or 0, n.name) for n in ast.walk(tree) if isinstance(n, kinds)]
 
 
+def files_named(name: str, arch: str = "sm_90a") -> list[Path]:
+    """Our files of that name that are compiled into kernels of ``arch``: none of the other
+    architecture's, nor a family's, which declares variants on the host."""
+    others = {"families", {"sm_90a": "sm100", "sm_100a": "sm90"}.get(arch)}
+    return [path for path in SOURCES.rglob(name) if path.parent.name not in others] if name else []
+
+
 def function_at(place: str, arch: str = "sm_90a") -> str:
     """``file.py:function`` of ``path/file.py:12``: the innermost one of our kernels' file of that
     name; ``file.py:?`` where there is none."""
     path, _, line = place.rpartition(":")
     name, number = Path(path).name, int(line) if line.isdigit() else 0
-    other = {"sm_90a": "sm100", "sm_100a": "sm90"}.get(arch)
-    files = [p for p in SOURCES.rglob(name) if p.parent.name != other] if name else []
     around = [
         (last - first, function)
-        for file in files
+        for file in files_named(name, arch)
         for first, last, function in _functions(file)
         if first <= number <= last
     ]
     return f"{name}:{min(around)[1] if around else '?'}"
 
 
-def explanation(functions: tuple[str, ...]) -> str:
-    """Why a pair of accesses in these functions is ordered; empty where nothing is known."""
-    if len(functions) != 2:
-        return ""
-    for one, other in (functions, functions[::-1]):
-        for handover in HANDOVERS:
-            if one in handover.writers and other in handover.readers:
-                return handover.why
-    return ""
+def handover_of(functions: tuple[str, ...], what: str) -> Handover | None:
+    """The handover that a pair is one of, ``what`` in racecheck's words: ``race: write ~ read``."""
+    accesses = tuple(what.removeprefix(RACE).split(" ~ ")) if what.startswith(RACE) else ()
+    return next((x for x in HANDOVERS if x.covers(functions, accesses)), None)
+
+
+def explanation(functions: tuple[str, ...], what: str) -> str:
+    """Why a pair is ordered, as ``handover_of`` takes it; empty where nothing is known."""
+    handover = handover_of(functions, what)
+    return "" if handover is None else handover.why

@@ -95,45 +95,18 @@ def test_a_report_that_is_not_understood_is_no_success(text: str, message: str) 
     assert sanitizer.verdict(ETAP, "memcheck", text, 0, 1.0).state == "failed"
 
 
-PAIRS = [
-    (READ_INV, WRITE_INV),
-    (
-        place("mix16_powers.py", "cute.autovec_copy(four, cute.make_tensor(at,"),
-        place("mix16_v4_parts.py", "return [[own[g, token + 8 * e, stage]"),
-    ),
-    (
-        place("sparse_prefill_many.py", "gamma = [gamma_s["),
-        place("sparse_prefill_many.py", "compat.store_shared(st.gamma"),
-    ),
-    (
-        place("sparse_prefill_many.py", "head, inverse = item.block"),
-        place("sparse_prefill_many.py", "inv[row] = finish_row("),
-    ),
-]
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_pairs_that_a_card_reported_are_explained(pair: tuple[str, str]) -> None:
-    """An H100's, by the text of their lines, in either order."""
-    functions = tuple(map(sanitizer_pairs.function_at, pair))
-    assert sanitizer_pairs.explanation(functions)
-    assert sanitizer_pairs.explanation(functions[::-1])
-    assert not sanitizer_pairs.explanation((functions[0], functions[0]))
-
-
-def test_explanations_name_functions_that_exist() -> None:
-    """One that was renamed would explain nothing, or another thing."""
-    for handover in sanitizer_pairs.HANDOVERS:
-        for name in handover.writers | handover.readers:
-            file, _, function = name.partition(":")
-            [path] = SM90.rglob(file)
-            assert function in {f for _, _, f in sanitizer_pairs._functions(path)}, name
-
-
 def test_a_line_of_another_architecture_is_not_taken() -> None:
     line = place("block_softmax.py", "for v in cutlass.range_constexpr(32):")
     assert sanitizer_pairs.function_at(f"/b/{line}", "sm_90a") == "block_softmax.py:logits"
     assert sanitizer_pairs.function_at("/usr/lib/elsewhere.py:3") == "elsewhere.py:?"
+
+
+def test_a_line_of_a_familys_declaration_is_not_taken() -> None:
+    """Whose file has the kernel's name, and whose functions may have its lines."""
+    words = place("index_logits.py", "tiles = words[TILES]")
+    assert sanitizer_pairs.function_at(words) == "index_logits.py:_compute"
+    [kernel] = sanitizer_pairs.files_named("index_logits.py")
+    assert kernel.parent == SM90
 
 
 def verdict(text: str, tool: str = "racecheck", code: int = 0) -> Run:
@@ -146,6 +119,7 @@ def test_what_becomes_of_a_run() -> None:
     other = RACE.replace(WRITE_INV, place("across_warps.py", "sums[row, wwarp] = total"))
     assert verdict(other).good  # of the same function
     assert verdict(RACE.replace(WRITE_INV, "across_warps.py:1")).state == "error"
+    assert verdict(RACE.replace("Read access", "Write access")).state == "error"  # and no reader
     assert verdict("WRONG: LSE\n" + CLEAN["memcheck"]).state == "wrong"
     assert verdict(CLEAN["memcheck"], code=1).state == "failed"
 
@@ -164,6 +138,10 @@ def test_page_and_exit_code(tmp_path: Path) -> None:
     assert f"| sparse_decode | `{ETAP}` | 0 | 0 | 0 |" in text
     assert f"| not run | not run | {READ_INV} ~ {WRITE_INV} |" in text
     assert "4 runs: 4 clean or explained, 0 not, 0 not run" in text and "INV_RING" in text
+    assert "- commit abc, 2026-01-01; line numbers are of that commit" in text
+    assert "`across_warps.py:finish_rows` -> `fp8_etap.py:write_rows`" in text
+    assert f"### {sanitizer_pairs.ONE_LANE.title}" in text
+    assert sanitizer_pairs.LANDED.title not in text, "of which there is no pair"
     assert "Not explained" not in text
     assert Record.load(tmp_path / "sanitizer-h100.json") == good
 
@@ -183,6 +161,16 @@ def test_a_page_again_asks_for_explanations_anew(tmp_path: Path) -> None:
         sanitizer.write(record(Run(ETAP, "racecheck", "error", 1.0, [stale])), tmp_path)
     sanitizer.again(tmp_path / "sanitizer-h100.json")
     assert Record.load(tmp_path / "sanitizer-h100.json").good
+
+
+def test_the_committed_page_is_what_its_record_and_the_explanations_say() -> None:
+    results = Path(sanitizer.__file__).with_name("results")
+    for path in results.glob("sanitizer-*.json"):
+        kept = Record.load(path)
+        for finding in (f for run in kept.runs for f in run.findings):
+            why = sanitizer_pairs.explanation(finding.functions, finding.what)
+            assert finding.why == why, f"{path.name}: draw it again (profiles.sanitizer page)"
+        assert path.with_suffix(".md").read_text() == sanitizer.page(kept)
 
 
 def test_one_variant_of_every_form() -> None:
