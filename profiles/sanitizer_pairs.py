@@ -215,7 +215,7 @@ HANDOVERS = (
         "the lane that writes arrives at the slot's full barrier",
         "`bar.warp.sync`, one lane of each maths warp arrives at the slot's empty barrier, which "
         "the producer waits for",
-        frozenset(("index_logits.py:_announce", "index_logits.py:_produce")),
+        frozenset(("index_scoring.py:_announce", "index_scoring.py:_produce")),
         frozenset(("index_logits.py:_compute", "index_logits.py:_targets")),
     ),
     Handover(
@@ -223,7 +223,7 @@ HANDOVERS = (
         "its bytes complete the slot's full barrier",
         "`bar.warp.sync`, one lane of each maths warp arrives at the slot's empty barrier, which "
         "the producer waits for",
-        frozenset(("index_logits.py:_announce",)),
+        frozenset(("index_scoring.py:_announce",)),
         frozenset(("index_logits.py:_kept", "index_logits.py:weights")),
     ),
     Handover(
@@ -231,7 +231,7 @@ HANDOVERS = (
         "its bytes complete the stage's full barrier",
         "`bar.warp.sync`, one lane of each warp of the maths warpgroup whose turn it is arrives at "
         "the stage's empty barrier, which the producer waits for",
-        frozenset(("index_logits.py:_fill",)),
+        frozenset(("index_scoring.py:_fill",)),
         frozenset(("index_logits.py:_tile",)),
     ),
     Handover(

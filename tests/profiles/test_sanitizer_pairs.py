@@ -287,8 +287,8 @@ def test_nothing_but_a_handovers_own_pairs_is_explained() -> None:
         ("gather.py:_lines", "softmax_few.py:scales_of"),
         ("mix16_parts.py:_clear", "mix16_softmax.py:facts_of"),
         ("mix16_parts.py:convert", "mix16_softmax.py:load_k"),
-        ("index_logits.py:_fill", "index_logits.py:_kept"),
-        ("index_logits.py:_announce", "index_logits.py:_tile"),
+        ("index_scoring.py:_fill", "index_logits.py:_kept"),
+        ("index_scoring.py:_announce", "index_logits.py:_tile"),
         ("item_notes.py:note", "fp8_etap.py:write_rows"),
     ):
         assert pair not in explained
