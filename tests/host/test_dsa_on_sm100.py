@@ -1,4 +1,4 @@
-"""``snapmla.dsa`` on SM100, on the software GPU: index keys, scores and top-k of a step.
+"""``snapmla.dsa`` on SM100, on the software GPU: index keys, scores, top-k and decode of a step.
 
 Kernels of all but scores are SM90's sources, which its own tests study; what is tried here is that
 the public calls find SM100's objects and hand over to one another.
@@ -7,12 +7,15 @@ the public calls find SM100's objects and hand over to one another.
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from snapmla import runtime
+import snapmla
+from snapmla import PagedKVCache, runtime
 from snapmla.dsa import append_index_k, index_topk, shapes
 from snapmla.testing import index_reference as reference
 from snapmla.testing import topk_reference
@@ -24,6 +27,7 @@ from tests.support.needs import needs_compiler
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]
 scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
 E4M3, HEADS, K, S_Q = torch.float8_e4m3fn, 64, 20, 2
+SCALE = 576**-0.5
 LENGTHS = (150, 0, 70)
 
 
@@ -42,9 +46,9 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("blackwell")
-def test_a_step_from_keys_to_slots() -> None:
+def test_a_step() -> None:
     """Keys appended into pages of poison in random order; of the bits that Blackwell's model gives
-    the scores a stable sort chooses the same slots."""
+    the scores a stable sort chooses the same slots; attention reads these and no others."""
     torch.manual_seed(5)
     wanted = [-(-n // 64) for n in LENGTHS]
     cache, order = poisoned_pages(sum(wanted) + 2, gap=64), torch.randperm(sum(wanted) + 1)
@@ -73,3 +77,29 @@ def test_a_step_from_keys_to_slots() -> None:
     for mine, right in zip(found, want, strict=True):
         assert mine.dtype == torch.int32 and torch.equal(mine, right)
     assert found[1].tolist() == [K, K, 0, 0, K, K]
+    attend(found[0].view(len(LENGTHS), S_Q, K), cache.shape[0], torch.cat(slots))
+
+
+def attend(indices: torch.Tensor, pages: int, slots: torch.Tensor) -> None:
+    """Sparse decode over the slots that top-k chose, of a cache whose other tokens are NaN."""
+    latents, n = PagedKVCache.allocate(pages, 64, device="cpu"), len(slots)
+    content, rope = torch.randn(n, 512).bfloat16(), torch.randn(n, 64).bfloat16()
+    q = torch.randn(len(LENGTHS), S_Q, 5, 576).bfloat16()
+    with using(Options(hazards="raise")):
+        snapmla.append_kv(latents, content, rope, slots)
+        chosen = torch.zeros(64 * pages, dtype=torch.bool)
+        chosen[indices[indices >= 0].long()] = True
+        latents.scale.view(-1)[~chosen] = math.nan
+        query = snapmla.quantize_q(q[..., :512], q[..., 512:])
+        out, lse = snapmla.decode(query, latents, indices=indices, softmax_scale=SCALE)
+    tokens = torch.cat(snapmla.fetch_dequant(latents, torch.arange(64 * pages).int()), -1).double()
+    for b, s in itertools.product(range(len(LENGTHS)), range(S_Q)):
+        own = tokens[indices[b, s][indices[b, s] >= 0].long()]
+        if not len(own):
+            assert bool((out[b, s] == 0).all()) and bool(lse[b, :, s].isneginf().all())
+            continue
+        logits = SCALE * q[b, s].double() @ own.T
+        want = logits.softmax(-1) @ own[:, :512]
+        # e4m3 has 3 bits behind the point: Q's, and those of P
+        assert float((out[b, s].double() - want).norm() / want.norm()) <= 0.05
+        assert bool((lse[b, :, s].double() - logits.logsumexp(-1)).abs().max() <= 0.05)
