@@ -80,7 +80,7 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> dic
     made = compiler._Made(obj, "new", b"", "", [], None)
     monkeypatch.setattr(compiler, "_compile", lambda spec, tmp: made)
     readers = ("read_ptxas", "read_ptx", "read_host_module", "read_sass", "read_counts")
-    for reader in (*readers, "read_host"):
+    for reader in (*readers, "read_host", "read_target"):
         monkeypatch.setattr(audit, reader, read)
     monkeypatch.setenv("CUTE_DSL_ARCH", CHEAP.arch)
     return measured

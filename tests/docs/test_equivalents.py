@@ -148,7 +148,7 @@ def test_scores() -> None:
         "q": q.flatten(0, 1), "w": w.flatten(0, 1), "cache": pages, "block_table": table,
         "cache_seqlens": lens, "cu_seqlens_q": torch.tensor([0, 2, 4]), "out": own,
     }  # fmt: skip
-    model, exact = index_reference.scores(given), index_reference.scores(given, exact=True)
+    model, exact = index_reference.scores(given), index_reference.scores(given, "exact")
     for row, seen in enumerate((69, 70, 0, 1)):
         assert (found[row, seen:] == -torch.inf).all()
         rounding = FLOAT32 * exact[row].size

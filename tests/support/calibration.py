@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-COMPILE, WORK = 0.417, 0.0633  # CPU seconds of the two jobs where a unit is one
+COMPILE, WORK = 0.150, 0.0228  # CPU seconds of the two jobs where a unit is one
 CEILING = 1900  # units of `make test`
 EVERY = 60.0  # CPU seconds of a process between two measurements of ``work``
 COMPILES = 3  # measurements of a compile, behind one that imports the compiler

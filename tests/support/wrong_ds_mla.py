@@ -89,7 +89,7 @@ WRONG: dict[str, list[Row]] = {
     "fetch_ds_mla": [
         ("where", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: expected dtype int32", "once when you build"),
         ("cache_seqlens", None, ValueError, r"cache_seqlens: expected int32 \(b,\) beside a block table", "one length"),
-        ("out", torch.zeros((B, 9, 1, 576), dtype=BF16), ValueError, r"out: expected shape \(2, tokens, 576\)", "have it allocated"),
+        ("out", torch.zeros((B, 9, 1, 576), dtype=BF16), ValueError, r"out: expected shape \(2, tokens, 576\)", "have both allocated"),
         ("out", torch.zeros((B, 9, 576)).double(), TypeError, "out: expected dtype bfloat16 or", "allocate it with"),
     ],
     "from_bytes": [
