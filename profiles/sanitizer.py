@@ -52,7 +52,7 @@ EXPLAINED = (
     "Each is ordered in both directions: the write before the read, and the read before the next "
     "write; racecheck does not say which of them it could not follow. An explanation goes by the "
     "functions that write and read (`profiles/sanitizer_pairs.py`), and may be of a later commit "
-    "than the runs."
+    "than the runs; functions have their names of the runs' commit."
 )
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
