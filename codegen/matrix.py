@@ -197,8 +197,9 @@ def _everyday(specs: list[VariantSpec]) -> set[VariantSpec]:
 
 def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> list[VariantSpec]:
     """Those of ``specs`` that have the values of an entry of ``everyday``; else a cover."""
-    cover = None if any(_has(spec, everyday) for spec in specs) else _cover(specs)
-    return [spec for spec in specs if (_has(spec, everyday) if cover is None else spec in cover)]
+    found = [spec for spec in specs if _has(spec, everyday)]
+    cover = set() if found else _cover(specs)
+    return found or [spec for spec in specs if spec in cover]
 
 
 def _has(spec: VariantSpec, some: tuple[Values, ...]) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..decode import Handler
 from ..errors import SoftGpuError
@@ -38,19 +37,6 @@ def unary(function: Any, d: int, a: int) -> Handler:
             function(v[a], v[d])
         else:
             function(v[a], out=v[d], where=m)
-
-    return run
-
-
-def with_constant(function: Any, d: int, a: int, b: NDArray[Any]) -> Handler:
-    """d = function(a, b) for a numpy ufunc and the 32 lanes of a constant ``b``."""
-
-    def run(w: Any, m: Any) -> None:
-        v = w.v
-        if m is True:
-            function(v[a], b, v[d])
-        else:
-            function(v[a], b, out=v[d], where=m)
 
     return run
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Imm, Instr, Not
 from . import float_alu
-from .common import binary, unary, with_constant, write
+from .common import binary, unary, write
 
 INTEGER = ("b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64")
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -182,16 +182,16 @@ def shift(ins: Instr, k: Decoder) -> Handler:
     mods = Mods(ins)
     kind = mods.type()
     mods.done()
-    d, a, b = k.dst(ins.args[0], kind), k.src(ins.args[1], kind), k.src(ins.args[2], "u32")
+    d, a, by = k.dst(ins.args[0], kind), k.src(ins.args[1], kind), ins.args[2]
     dtype = np.dtype(DTYPES[kind])
     bits = 8 * dtype.itemsize
     left = ins.parts[0] == "shl"
     function = np.left_shift if left else np.right_shift
     top = bits - 1 if dtype.kind == "i" and not left else bits
     # numpy itself defines over-wide shifts as PTX does once the count fits the type
-    if isinstance(ins.args[2], Imm):
-        fixed = np.full(32, min(ins.args[2].bits & 0xFFFFFFFF, top), dtype)
-        return with_constant(function, d, a, fixed)
+    if isinstance(by, Imm):
+        return binary(function, d, a, k.src(Imm(min(by.bits & 0xFFFFFFFF, top)), kind))
+    b = k.src(by, "u32")
     return write(d, lambda v: function(v[a], np.minimum(v[b], np.uint32(top)).astype(dtype)))
 
 

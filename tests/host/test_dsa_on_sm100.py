@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import snapmla
-from snapmla import PagedKVCache, runtime
+from snapmla import PagedKVCache
 from snapmla.dsa import append_index_k, index_topk, shapes
 from snapmla.testing import index_reference as reference
 from snapmla.testing import topk_reference
@@ -23,6 +24,7 @@ from snapmla.testing.index_tables import rows_tables
 from snapmla.testing.workloads.index_logits import poisoned_pages
 from softgpu import Options, using
 from tests.support.needs import needs_compiler
+from tests.support.on_blackwell import blackwell
 
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]
 scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
@@ -32,20 +34,15 @@ LENGTHS = (150, 0, 70)
 
 
 @pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """CPU tensors on a software B200; top-k by few threads, scores by few CTAs."""
-    monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
-    monkeypatch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
-    monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
-    runtime.arch_of.cache_clear()
-    runtime.forget()
-    yield
-    monkeypatch.undo()
-    runtime.arch_of.cache_clear()
-    runtime.forget()
+def small() -> Iterator[None]:
+    """A software B200; top-k by few threads, scores by few CTAs."""
+    with blackwell() as patch:
+        patch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
+        patch.setattr(scoring, "sm_count", lambda _: 3)
+        yield
 
 
-@pytest.mark.usefixtures("blackwell")
+@pytest.mark.usefixtures("small")
 def test_a_step() -> None:
     """Keys appended into pages of poison in random order; of the bits that Blackwell's model gives
     the scores a stable sort chooses the same slots; attention reads these and no others."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from snapmla.dsa import deep_gemm_names as deep_gemm
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import index_logits as work
 from tests.support.needs import needs_compiler
+from tests.support.on_blackwell import software_gpu
 
 E4M3 = torch.float8_e4m3fn
 # modules, whose names are those of functions
@@ -122,18 +122,6 @@ def test_rows_of_a_unit_follow_from_shapes() -> None:
     assert [unit(64, s) for s in (1, 2, 3, 4, 8)] == [1, 2, 4, 4, 4]
     assert [unit(32, s) for s in (1, 2, 3, 5, 100)] == [1, 2, 4, 8, 8]
     assert [unit(64, 0, total) for total in (1, 2, 3, 300)] == [1, 1, 2, 4]
-
-
-@contextlib.contextmanager
-def software_gpu(arch: str) -> Iterator[pytest.MonkeyPatch]:
-    """CPU tensors run on one of that architecture; nothing that is kept outlives it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SNAPMLA_SOFTGPU_ARCH", arch)
-        runtime.arch_of.cache_clear()
-        runtime.forget()
-        yield patch
-    runtime.arch_of.cache_clear()
-    runtime.forget()
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import dispatch, flash_mla, runtime
-from snapmla.decode_plan import launching
+from snapmla import flash_mla
 from snapmla.testing import dense_job
 from snapmla.testing.dense_job import SCALE, DenseJob
 from softgpu import Options, exact, mutate, using
 from softgpu.errors import Hazard
 from softgpu.ops import tma
+from tests.support import on_blackwell
 from tests.support.dense_steps import DenseStep
 from tests.support.needs import needs_compiler
 from tests.support.pairwise import assert_all_meet
@@ -324,15 +324,10 @@ def test_bytes_cross_once_or_twice(page: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def blackwell() -> Iterator[None]:
     """CPU tensors run on a software B200."""
-    kept = (runtime.arch_of, dispatch.card_of, launching._plan_kernel)
-    monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
-    for cached in kept:
-        cached.cache_clear()
-    yield
-    for cached in kept:
-        cached.cache_clear()
+    with on_blackwell.blackwell():
+        yield
 
 
 @whole

@@ -23,16 +23,28 @@ ROW_TILES = {"ws": 64, "pair": 128}  # of each pipeline
 
 
 @contextlib.contextmanager
-def blackwell() -> Iterator[None]:
-    """CPU tensors run on a software B200."""
-    kept = (runtime.arch_of, dispatch.card_of, launching._plan_kernel)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
-        for cached in kept:
-            cached.cache_clear()
-        yield
-    for cached in kept:
+def software_gpu(arch: str) -> Iterator[pytest.MonkeyPatch]:
+    """CPU tensors run on one of that architecture; nothing that is kept outlives it, nor what the
+    patch that it gives replaces."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SNAPMLA_SOFTGPU_ARCH", arch)
+            _forget()
+            yield patch
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    """What is kept of an architecture."""
+    for cached in (runtime.arch_of, dispatch.card_of, launching._plan_kernel):
         cached.cache_clear()
+    runtime.forget()
+
+
+def blackwell() -> contextlib.AbstractContextManager[pytest.MonkeyPatch]:
+    """CPU tensors run on a software B200."""
+    return software_gpu("sm_100a")
 
 
 def decode(
