@@ -100,6 +100,21 @@ def test_integer_arithmetic(kind: str, data: Any) -> None:
     check(cases, a=a, b=b, c=c, e=e, f=data.draw(ints("s32")), g=g)
 
 
+@pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
+def test_shifts_by_constants(kind: str) -> None:
+    """Counts above the width give what the width gives, those with the sign's bit too."""
+    t, bits = numpy_type(kind), int(kind[1:])
+    rng = np.random.default_rng(0)
+    a = rng.integers(np.iinfo(t).min, np.iinfo(t).max, 32, t, endpoint=True)
+    cases: list[Any] = []
+    for n in (0, 1, bits - 1, bits, bits + 1, 200, 0x8000, 0xFFFF, 0x80000000, 0xFFFFFFFF):
+        cases += [
+            (f"shl.b{bits}", t, f"a, {n}", lambda x, n=n: x << min(n, 64)),
+            (f"shr.{kind}", t, f"a, {n}", lambda x, n=n: x >> min(n, 64)),
+        ]
+    check(cases, a=a)
+
+
 @covers("popc", "clz", "brev", "bfind", "bfe", "bfi")
 @pytest.mark.parametrize("bits", [32, 64])
 @FEW
