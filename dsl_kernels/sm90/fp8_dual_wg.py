@@ -28,6 +28,7 @@ Shared memory (bytes): Q 40960 | K ring 4 x 41216, V^T in place | scale triples 
 from __future__ import annotations
 
 import functools
+import math
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -429,6 +430,7 @@ class DualWg:
             total = sums[local + 8 * i, 0] + sums[local + 8 * i, 1]
             inverse = 1.0 / total
             inverse = Float32(0.0) if total == 0.0 else inverse
+            inverse = Float32(cutlass.select_(rows.stands != 0, inverse, Float32(math.nan)))
             if me == 0 and quad == 0:
                 finish_row(results, call, slot, rows, row, total, m_ref[i])
             # a quad has the warpgroup's 256 channels of a row: one exponent, a quarter a lane

@@ -113,6 +113,21 @@ def test_offsets_over_16_bits(
     compare(Step(dtype=torch.bfloat16, kv_heads=kv_heads), planned, own, void)
 
 
+KERNELS = [
+    ("dual_wg", 64),
+    *[
+        pytest.param(*other, marks=pytest.mark.whole_matrix)
+        for other in [("f16", 16), ("etap", 64)]
+    ],
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("pipeline, rows", KERNELS)
+def test_offsets_by_pipeline(pipeline: str, rows: int) -> None:
+    compare(Step(), *MOVED[1], pipeline=pipeline, row_tile=rows)
+
+
 @needs_compiler
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -123,15 +138,19 @@ def test_more_offsets_over_16_bits(
     compare(Step(dtype=torch.bfloat16, kv_heads=kv_heads), planned, own, void)
 
 
-def compare(step: Step, planned: list[int], own: list[int], void: list[int]) -> None:
+def compare(
+    step: Step, planned: list[int], own: list[int], void: list[int], **options: Any
+) -> None:
     """A plan of ``planned`` offsets in a call with its ``own`` beside a plan of these."""
-    plan = step.plan(i32(*planned))
-    fresh, fresh_lse = step.run(step.plan(i32(*own)))
+    plan = step.plan(i32(*planned), **options)
+    fresh, fresh_lse = step.run(step.plan(i32(*own), **options))
     out, lse = step.run(plan, cu_seqlens_q=i32(*own))
     expect_own(step, out, lse, own)
     rows = out[: own[-1]].isnan()
     assert bool(rows[void].all())
     there = ~out[: own[-1]].isnan()
+    for old, new in zip(itertools.pairwise(planned), itertools.pairwise(own), strict=True):
+        assert old != new or bool(there[slice(*new)].all())  # nothing of theirs moved
     assert torch.equal(out[: own[-1]][there], fresh[: own[-1]][there])
     # and sees as much: other pieces of the work round the LSE otherwise
     torch.testing.assert_close(lse[: own[-1]][there], fresh_lse[: own[-1]][there], **LSE)

@@ -23,7 +23,12 @@ from snapmla import PagedKVCache
 from snapmla.decode_plan import DecodePlan
 
 PAGE, TOPK, UNWRITTEN = 64, 64, 99.0
-KINDS = ("fp8", "bf16", "bf16 of two KV heads", "sparse")
+KINDS = (
+    "fp8", "fp8 by dual_wg", "fp8 by f16", "bf16", "bf16 of two KV heads", "records", "sparse",
+    "sparse records",
+)  # fmt: skip
+PIPELINES = {"fp8 by dual_wg": ("dual_wg", 64), "fp8 by f16": ("f16", 16)}  # with row tiles
+RECORDS = "fp8_ds_mla"
 OUT, LSE = 0.04, 2e-3  # e4m3 weights of few tokens add up to 1 within OUT; of the LSE, absolute
 
 
@@ -56,12 +61,20 @@ class Trial:
         self.cache = self._cache()
         q = torch.randn(self.total, self.heads, 576, generator=self.draw).bfloat16() * 0.3
         q = q.to(device)
-        quantised = self.kind in ("fp8", "sparse")
-        self.q = snapmla.quantize_q(q[..., :512], q[..., 512:]) if quantised else q
+        self.q = snapmla.quantize_q(q[..., :512], q[..., 512:]) if self.native else q
         pages = torch.arange(self.b * self.width, dtype=torch.int32).view(self.b, self.width)
         self.table = pages.to(device)
-        limited = self.kind != "sparse" and self.below(3) == 0
+        limited = not self.sparse and self.below(3) == 0
         self.planned = self._tables(limited)
+
+    @property
+    def sparse(self) -> bool:
+        return self.kind.startswith("sparse")
+
+    @property
+    def native(self) -> bool:
+        """Whether the cache is this library's own."""
+        return self.kind == "sparse" or self.kind.startswith("fp8")
 
     def below(self, n: int) -> int:
         return int(torch.randint(n, (), generator=self.draw))
@@ -70,8 +83,9 @@ class Trial:
         pages = self.b * self.width
         values = torch.tensor([value_of(i // self.width) for i in range(pages)])
         rows = values.repeat_interleave(PAGE)[:, None].expand(-1, 576).bfloat16().to(self.device)
-        if self.kind in ("fp8", "sparse"):
-            cache = PagedKVCache.allocate(pages, PAGE, device=self.device)
+        if self.native or "records" in self.kind:
+            dtype = "fp8" if self.native else RECORDS
+            cache = PagedKVCache.allocate(pages, PAGE, device=self.device, dtype=dtype)
             slots = torch.arange(pages * PAGE, dtype=torch.int32, device=self.device)
             content, rope = rows[:, :512].contiguous(), rows[:, 512:].contiguous() * 0
             snapmla.append_kv(cache, content, rope, slots)
@@ -81,7 +95,7 @@ class Trial:
         return PagedKVCache.from_tensors(kv)
 
     def _tables(self, limited: bool) -> Tables:
-        most = TOPK if self.kind == "sparse" else self.width * PAGE
+        most = TOPK if self.sparse else self.width * PAGE
         lengths = torch.randint(most + 1, (self.b,), generator=self.draw)
         cuts = torch.randint(self.total + 1, (self.b,), generator=self.draw).sort().values
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), cuts])
@@ -90,12 +104,16 @@ class Trial:
         return Tables(made[0], made[1], made[2])  # type: ignore[arg-type]
 
     def plan(self, tables: Tables, **options: Any) -> DecodePlan:
-        if self.kind == "sparse":
+        more: dict[str, Any] = {}
+        if not self.native:
+            more["cache_dtype"] = RECORDS if "records" in self.kind else torch.bfloat16
+        if self.sparse:
             return snapmla.plan_sparse_decode(
                 self.heads, topk=TOPK, topk_length=tables.lengths, cu_seqlens_q=tables.offsets,
-                total_q=self.total, **options,
+                total_q=self.total, **more, **options,
             )  # fmt: skip
-        more = {} if self.kind == "fp8" else {"cache_dtype": torch.bfloat16}
+        if self.kind in PIPELINES:
+            more["pipeline"], more["row_tile"] = PIPELINES[self.kind]
         return snapmla.plan_decode(
             tables.lengths, self.heads, cu_seqlens_q=tables.offsets, total_q=self.total,
             row_seqlens=tables.limits, page_size=PAGE, max_pages=self.width,
@@ -109,7 +127,7 @@ class Trial:
         given: dict[str, Any] = dict(
             plan=plan, out=out, lse=lse, softmax_scale=0.02, empty_lse="+inf", **witness
         )
-        if self.kind == "sparse":
+        if self.sparse:
             given |= {"indices": self._lists(tables), "topk_length": tables.lengths}
             snapmla.decode(self.q, self.cache, **given)
         else:
