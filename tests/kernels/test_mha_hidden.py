@@ -24,7 +24,7 @@ CHECKED = Options(hazards="raise", seed=3)
 MAIN = "mha_fwd_d192_dbf16_sm90a"
 SPLIT = "mha_fwd_d192_dbf16_split_sm90a"
 MORE = [MAIN, "mha_fwd_d128_df16_sm90a", "mha_fwd_d256_dbf16_sm90a", SPLIT,
-        "mha_fwd_d256_dbf16_split_sm90a"]  # fmt: skip
+        "mha_fwd_d256_dbf16_split_sm90a", "mha_fwd_d192_dbf16_turns_sm100a"]  # fmt: skip
 Results = tuple[Tensor, Tensor]
 
 
