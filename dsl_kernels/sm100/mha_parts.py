@@ -26,13 +26,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from .. import compat
 from ..common.barriers import Ring
 from ..common.smem import array
 from ..common.types import BF16
 from ..mha_list import ROWS
-from ..sm90.mha_parts import STAGES, Loads, has_tail
 from ..sm90.mha_hidden import CONSUMER_WARPS, whole_tiles
+from ..sm90.mha_parts import STAGES, Loads, has_tail
 from ..smxx.mha_items import key_tiles
 from . import umma
 

@@ -321,7 +321,11 @@ def test_check_of_an_installation_that_works(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("capability", "name", "needs", "count"),
-    [((9, 0), "fa3", "sgl_kernel", 9), ((10, 0), "fa4", "cutlass", 6), ((10, 3), "fa4", "cutlass", 6)],
+    [
+        ((9, 0), "fa3", "sgl_kernel", 9),
+        ((10, 0), "fa4", "cutlass", 6),
+        ((10, 3), "fa4", "cutlass", 6),
+    ],
 )
 def test_check_by_the_card(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, needs: str, count: int

@@ -466,8 +466,8 @@ def blackwell() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "blackwell": blackwell, "decode": decode, "graphs": graphs, "verify": verify, "drafts": drafts, "extend": extend,
-    "prefix": prefix, "hooks": hooks, "refusals": refusals,
+    "blackwell": blackwell, "decode": decode, "graphs": graphs, "verify": verify,
+    "drafts": drafts, "extend": extend, "prefix": prefix, "hooks": hooks, "refusals": refusals,
 }  # fmt: skip
 
 

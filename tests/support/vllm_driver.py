@@ -390,8 +390,8 @@ def blackwell() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "blackwell": blackwell, "decode": decode, "prefill": prefill, "own_prefill": own_prefill, "invariant": invariant,
-    "ranks": ranks, "refusals": refusals,
+    "blackwell": blackwell, "decode": decode, "prefill": prefill, "own_prefill": own_prefill,
+    "invariant": invariant, "ranks": ranks, "refusals": refusals,
 }  # fmt: skip
 
 
