@@ -228,20 +228,15 @@ def rows_of(plane, t, layout) -> Rows:
     pitch = cute.assume(both & -both, divby=CHUNK)
     of_page, of_token = Int32(page // pitch), Int32(token // pitch)
     count = (pages - 1) * of_page + (page_size - 1) * of_token + 1
+    stride = cute.assume(pitch // size, divby=CHUNK // size)
     view = cute.make_tensor(
         cute.recast_ptr(t.iterator, dtype=plane.dtype),
-        cute.make_layout(
-            (count, plane.width), stride=(cute.assume(pitch // size, divby=CHUNK // size), 1)
-        ),
+        cute.make_layout((count, plane.width), stride=(stride, 1)),
     )
     box, tiler = one_stage(layout), (1, LINE // size)
     line = cute.get(cute.zipped_divide(box.outer, tiler), mode=[0])
-    atom = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(),
-        view,
-        cute.make_composed_layout(box.inner, 0, line),
-        tiler,
-    )
+    box = cute.make_composed_layout(box.inner, 0, line)
+    atom = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, tiler)
     return Rows(Loaded(*list(atom)[:2]), of_page, of_token)
 
 

@@ -29,7 +29,7 @@ Tensor memory (columns of 512, a row a lane)
     256  O of turn 0, d_v channels      256 + d_v  O of turn 1
 
 Shared memory    Q 128 rows | K 2 tiles | V 2 tiles | notes, barriers, frames and sums
-    d_qk, d_v  192, 128: 218,112 bytes      128, 128: 168,960 bytes
+    d_qk, d_v  192, 128: 219,136 bytes      128, 128: 169,984 bytes
 
 Executed on the software GPU (softgpu); no Blackwell GPU has run it.
 """

@@ -1,9 +1,9 @@
 """A softmax warpgroup of SM100's dense MHA prefill (mha_fwd.py): S -> P, its O, and rows.
 
 A thread has one row of its turn's tiles: frame, row sum and O are its own.  Frames are those of
-sm90/dense_frames.py; where one moves, O is rescaled in tensor memory, behind P.V of the turn before.
-Behind a work tile's last turn both warpgroups' halves of a row become one: each writes half of the
-channels, of O of both.
+sm90/dense_frames.py; where one moves, O is rescaled in tensor memory, behind P.V of the turn
+before.  Behind a work tile's last turn both warpgroups' parts of a row become one: each writes half
+of the channels, of O of both.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Sparse FP8 MLA decode for SM100 behind TMA's gather: ``sparse_ws.py`` with another loader.
 
 Built when it is asked for (``loads="gather4"``), not by default: a clock has to say whether it is
-faster than ``cp.async``, of which counts of shared memory's port say that both are level
-(docs/performance.md).  Results have the same bits.
+faster than ``cp.async``; by counts of shared memory's port both are level (docs/performance.md).
+Results have the same bits.
 
 Roles           as ws's (fp8_ws.py), but for the first warpgroup:
                 warps 0, 3  gather rows (gather4_loads.py); warp 0 has Q's tiles copied, warp 3
                             also does what ws's does: tensor memory, rows that no item has
                 warp 1      issues Q.K; it announces nothing: the copies complete the tile's barrier
                 warp 2      issues P.V
-Shared memory   as ws's, and 512 bytes a stage: where tokens are          = 222720 of 5 stages
+Shared memory   as ws's, and 512 bytes a stage: where tokens are          = 222208 of 5 stages
 Tensor memory   as ws's
 
 Timeline of tile i (one stage of the KV ring)
