@@ -13,7 +13,7 @@ Roles (3 warpgroups of 128 threads)
     wg 0  warp 0  producer     TMA: Q of a work tile; K and V tiles of keys, the last tile first
           warp 1  clearing     V behind a sequence's end; V that is not finite, in a work tile that
                                is taken again
-          warp 2  issuer       S = Q K^T; O = P V (+ O)                            (mha_parts.py)
+          warp 2  issuer       S = Q K^T; O = P V (+ O)                            (mha_issue.py)
           warp 3               allocates tensor memory, frees it at the end
     wg 1, 2       softmax      tiles 0, 2 .. and 1, 3 ..: S -> P, rescaling of O where a frame
                                moves (rarely), half of the channels of every row   (mha_softmax.py)
@@ -51,7 +51,7 @@ from ..sm90 import mha_fwd as base
 from ..sm90.mha_parts import STAGES
 from . import umma
 from .dense_parts import WARPGROUP
-from .mha_parts import ALLOCATED, FORM, TILE, TURNS, Loads100, Products
+from .mha_issue import ALLOCATED, FORM, TILE, TURNS, Loads100, Products
 from .mha_softmax import Softmax
 
 if TYPE_CHECKING:

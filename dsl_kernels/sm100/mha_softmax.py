@@ -24,7 +24,7 @@ from ..sm90.mha_parts import LARGEST, LARGEST_F16, LN2
 from ..smxx.mha_items import key_tiles
 from . import umma
 from .dense_parts import WARPGROUP, store, wait_stores
-from .mha_parts import O_AT, P_AT, S_AT, TILE, TURNS, Loads100
+from .mha_issue import O_AT, P_AT, S_AT, TILE, TURNS, Loads100
 
 CHUNK = 32  # columns in registers at a time
 WARPS = WARPGROUP // 32

@@ -31,9 +31,9 @@ from snapmla.testing.workloads.samples import PAGE, Source
 
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
-# Lists of none behind the others, of SM100: more in a row than the ring has stages.  One of its two
+# Behind the others, of SM100: more lists of none in a row than the ring has stages.  One of its two
 # gather warps copies nothing of Q's stages, and could begin on them while the other is late at the
-# last tile before, whose stage comes round again.
+# last tile before, whose stage comes round again: one schedule in four notices.
 BEHIND = 6 * (0,)
 
 
