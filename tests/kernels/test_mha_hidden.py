@@ -87,7 +87,7 @@ def test_every_head_size(name: str) -> None:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", MORE[:3])
+@pytest.mark.parametrize("name", [*MORE[:3], MORE[-1]])
 def test_anywhere(name: str, seed: int) -> None:
     """Random lengths and places, several CTAs and heads, random schedules, late landings."""
     torch.manual_seed(seed)
