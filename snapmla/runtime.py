@@ -124,6 +124,11 @@ def arch_of(device: torch.device) -> str:
     return arch
 
 
+def arch_of_capability(major: int, minor: int) -> str | None:
+    """Compilation target for a card of that compute capability; None where no kernel runs."""
+    return _ARCH_OF_CAPABILITY.get((major, minor))
+
+
 def unserved(name: str, capability: tuple[int, int]) -> str:
     """Why no kernel runs on a card of a compute capability, and what does there."""
     reason = (

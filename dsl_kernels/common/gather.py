@@ -172,7 +172,7 @@ class GatherRows:
     """Barriers and warps of a loader of tokens (``loader.Loader``), for the FP8 cache.
 
     Attributes:
-        stages, q_stages: KV tiles, Q tiles in flight.
+        stages, q_stages: KV tiles, Q tiles in flight; 0: Q tiles are in the KV ring.
         readers: who frees a KV stage.
         by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
         copies: off in builds for the bound of math alone, where only the first tiles are copied,
@@ -261,12 +261,15 @@ class GatherRows:
         """Rows ``groups`` (first, end) of 8 of each tile; by the warp of Q that, too.
 
         Q's tile of an item is asked for at once where Q has two stages; else when the ring is full
-        of the item's tiles: the item before frees Q's stage, and must have been fed.
+        of the item's tiles: the item before frees Q's stage, and must have been fed.  Without
+        stages of its own Q is the item's first stage of the ring, where the other warps copy
+        nothing.
         """
         st, _, k_pipe, cache, work, call, part, mark = feed
         lane = cute.arch.lane_idx()
         tokens = cache.source
         late = const_expr(tile_of_q is not None and self.q_stages == 1)
+        own = const_expr(tile_of_q is not None and self.q_stages > 0)  # a ring of Q's own
         first, end = groups
         to, planes = self._targets(st, first, lane), self._planes(cache, lane)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
@@ -277,7 +280,14 @@ class GatherRows:
             batch, begin, last, _ = self.work.item_at(work, i)
             row, count = self.work.row_of_table(work, call, i, batch)
             entry = self._entry(row, begin, ahead)
-            if const_expr(tile_of_q is not None):
+            if const_expr(self.q_stages == 0):
+                if const_expr(tile_of_q is not None):
+                    tile_of_q(i, batch, kst)
+                else:
+                    self._wait_free(st, k_pipe, kst, first)
+                arrive_landed(self.landed.full_barrier(st, kst.index))
+                kst.advance()
+            if const_expr(own):
                 if const_expr(not late):  # noqa: SIM114 (at compile time)
                     tile_of_q(i, batch, qst)
                 elif i == span[0]:
@@ -298,7 +308,7 @@ class GatherRows:
                 if const_expr(mark is not None):
                     mark(kst.count == 0)
                 kst.advance()
-            if const_expr(tile_of_q is not None):
+            if const_expr(own):
                 if const_expr(late):  # noqa: SIM102 (likewise)
                     if (i != span[0]) & (last - begin <= self.stages):
                         tile_of_q(i, batch, qst)

@@ -26,10 +26,16 @@ AXES = (
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
     Axis("key_tile", "t", (128, 80), _of_head(KEY_TILE), named=False),  # keys at a time
     Axis("q_steps", "q", (0, 4), _q_steps, named=False),  # 16-channel steps of Q in registers
+    # of which rows or tiles a softmax warpgroup is: 64 rows of a row tile; tiles of keys in turn,
+    # of SM100 and built when it is asked for
+    Axis("softmax", "", ("rows", "turns"), "rows", named=False),
 )
 
 
 def _module(arch: str, values: Values) -> str | None:
+    if values["softmax"] == "turns":
+        there = arch == "sm_100a" and values["keys"] == "whole"
+        return "dsl_kernels.sm100.mha_fwd" if there else None
     if arch != "sm_90a":
         return None
     return "dsl_kernels.sm90." + ("mha_split" if values["keys"] == "split" else "mha_fwd")

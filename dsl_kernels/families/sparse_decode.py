@@ -46,6 +46,8 @@ AXES = (
         lambda values: CACHES[values["pipeline"]],
         named=False,
     ),
+    # by what tokens of ws are gathered: TMA's gather4 is built when it is asked for
+    Axis("loads", "", ("cp_async", "gather4"), "cp_async", named=False),
 )
 MODULES = {
     ("sm_100a", "ws", "fp8"): "dsl_kernels.sm100.sparse_ws",
@@ -57,6 +59,13 @@ MODULES = {
     ("sm_90a", "mix16", "fp8_v41_rows"): "dsl_kernels.sm90.mix16_v41",
     ("sm_90a", "mix16", "fp8_nope"): "dsl_kernels.sm90.mix16_nope",
 }
+
+
+def _module(arch: str, values: Values) -> str | None:
+    found = MODULES.get((arch, values["pipeline"], values["cache_dtype"]))
+    if values["loads"] == "cp_async":
+        return found
+    return "dsl_kernels.sm100.sparse_gather4" if values["pipeline"] == "ws" and found else None
 
 
 def points(arch: str) -> Iterator[Values]:
@@ -74,7 +83,7 @@ def points(arch: str) -> Iterator[Values]:
 FAMILY = Family(
     "sparse_decode",
     AXES,
-    module=lambda arch, values: MODULES.get((arch, values["pipeline"], values["cache_dtype"])),
+    module=_module,
     points=points,
     kind=DECODE,
     formats=("fp8",),

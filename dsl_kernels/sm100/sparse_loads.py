@@ -18,15 +18,12 @@ common/gather.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Int32, const_expr
 
 from ..common.barriers import Ring
-from ..common.gather import GROUP, GatherRows, TokenLists, arrive_landed
+from ..common.gather import GatherRows, TokenLists
 from ..common.loader import Feed, Readers
 
 WARPS = 2  # that gather
@@ -46,7 +43,8 @@ class GatherThroughRing(GatherRows):
     @cute.jit
     def run(self, warp: cutlass.Constexpr, feed: Feed, tile_of_q, on_full):
         """The role of warp 0, with ``tile_of_q``, or of warp 3, without."""
-        self._fill_ring(feed, self.of_warps[warp], tile_of_q)
+        first, end = self.of_warps[warp]
+        self._fill(feed, (Int32(first), Int32(end)), tile_of_q)
         if const_expr(warp == Q_WARP):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -64,31 +62,3 @@ class GatherThroughRing(GatherRows):
         """By all lanes of the announcer, until the Q tile of an item is there."""
         self.landed.wait_full(st, kst.index, kst.phase)  # else the next tile's would not wait
         k_pipe.consumer_wait(kst)
-
-    @cute.jit
-    def _fill_ring(self, feed: Feed, groups: cutlass.Constexpr, tile_of_q: Any):
-        """Rows ``groups`` (first, end) of 8 of each tile; an item's first stage is Q's."""
-        st, _, k_pipe, cache, work, call, part, _ = feed
-        lane, tokens = cute.arch.lane_idx(), cache.source
-        first, end = Int32(groups[0]), Int32(groups[1])
-        to, planes = self._targets(st, first, lane), self._planes(cache, lane)
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        ahead = first * GROUP + lane
-        span = self.work.items_of(work, part)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, begin, last, _ = self.work.item_at(work, i)
-            row, count = self.work.row_of_table(work, call, i, batch)
-            entry = self._entry(row, begin, ahead)
-            if const_expr(tile_of_q is not None):
-                tile_of_q(i, batch, kst)
-            else:
-                self._wait_free(st, k_pipe, kst, first)
-            arrive_landed(self.landed.full_barrier(st, kst.index))
-            kst.advance()
-            for tile in cutlass.range(begin, last, unroll=1):
-                page, offset = self._place(entry, tile, ahead, count, tokens)
-                entry = self._entry(row, tile + 1, ahead)
-                self._wait_free(st, k_pipe, kst, first)
-                self._copy(to, planes, kst.index, page, offset, end - first, lane)
-                arrive_landed(self.landed.full_barrier(st, kst.index))
-                kst.advance()

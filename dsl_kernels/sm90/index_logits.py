@@ -62,8 +62,7 @@ from ..smxx.index_scoring import (
     Given,
     Maps,
     Scoring,
-    fake_args,
-    too_many,
+    registered,
 )
 from . import index_mma as mma
 from .wgmma import low_word
@@ -282,16 +281,4 @@ def budget_of(kernel: IndexLogits) -> bud.Budget:
     )
 
 
-def budget(spec: VariantSpec) -> bud.Budget:
-    """See ``registry``."""
-    return IndexLogits(spec).budget
-
-
-def feasible(spec: VariantSpec) -> str | None:
-    """Why this variant cannot be built, or None; see ``registry``."""
-    return too_many(spec, max(SHAPES)) or bud.check(budget(spec))
-
-
-def build(spec: VariantSpec):
-    """(callable, fake arguments by name); see ``registry``."""
-    return IndexLogits(spec), fake_args(spec)
+budget, feasible, build = registered(IndexLogits, max(SHAPES))

@@ -113,15 +113,17 @@ class Loads:
         widths: channels of K's tensors, side by side in the tile.
         d_qk, d_v: channels of a row of Q and K, of V.
         tile: keys of a tile of K and V.
+        note_readers, tile_readers: who reads notes of work tiles; who frees Q, K and V.
     """
+
+    note_readers = tile_readers = {"consumers": CONSUMER_WARPS}  # noqa: RUF012 (none changes it)
 
     def __init__(self, spec: VariantSpec):
         self.widths, self.d_qk, self.d_v = WIDTHS[spec.d_qk], spec.d_qk, spec.d_v
-        self.tile = spec.key_tile
-        who = {"consumers": CONSUMER_WARPS}
+        self.tile, who = spec.key_tile, self.tile_readers
         # head (-1: a pause), first query token of the sequence, query tokens, keys, row tile, is it
         # taken again
-        self.notes = Notes("item", 6, who)
+        self.notes = Notes("item", 6, self.note_readers)
         # use of V's ring (-1 ends the list), keys of the tile that are the sequence's; of a work
         # tile that is taken again the tile's first key, else -1; is it the work tile's first
         self.tails = Notes("tail", 4, {"clearing": 1})

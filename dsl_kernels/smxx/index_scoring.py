@@ -8,6 +8,7 @@ ring with the unit's pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
@@ -17,6 +18,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
+from ..common import budget as bud
 from ..common.barriers import Ring
 from ..common.smem import array, one_stage, staged
 from ..common.types import F8, ROW_MAJOR, U8
@@ -290,3 +292,21 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
         "s_q": Int32(1),
         "ctas": Int32(1),
     }
+
+
+def registered(kernel: Callable[[VariantSpec], Any], most: int) -> tuple[Callable, ...]:
+    """(budget, feasible, build) of a module, see ``registry``; units have ``most`` columns at most.
+
+    ``kernel`` makes the kernel of a variant, which knows its ``budget``.
+    """
+
+    def budget(spec: VariantSpec) -> bud.Budget:
+        return kernel(spec).budget
+
+    def feasible(spec: VariantSpec) -> str | None:
+        return too_many(spec, most) or bud.check(budget(spec))
+
+    def build(spec: VariantSpec):
+        return kernel(spec), fake_args(spec)
+
+    return budget, feasible, build

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
 from snapmla import env, runtime
 from snapmla.errors import VariantError
@@ -36,14 +37,30 @@ def entry_point(group: str, filter_name: str) -> Finding:
     return Finding(True, f"entry point {group}: {found[0].value}")
 
 
-def card() -> Finding:
-    """The GPU."""
+def arch() -> str:
+    """Target of this machine's GPU; the first there is without one that kernels run on."""
+    found = None
+    if torch.cuda.is_available():
+        found = runtime.arch_of_capability(*torch.cuda.get_device_capability())
+    return found or ARCHS[0]
+
+
+def card(*served: str, instead: str = "") -> Finding:
+    """The GPU.
+
+    Args:
+        served: targets that a backend has kernels for; none: all.
+        instead: what serves on others.
+    """
     if not torch.cuda.is_available():
         return Finding(False, "no CUDA device")
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    fits = capability == (9, 0)
-    wanted = "" if fits else "; the backend is for sm_90"
-    return Finding(fits, f"{name}, sm_{capability[0]}{capability[1]}{wanted}")
+    target, served = runtime.arch_of_capability(*capability), served or ARCHS
+    text = f"{name}, sm_{capability[0]}{capability[1]}"
+    if target in served:
+        return Finding(True, text)
+    wanted = " and ".join(each.rstrip("a") for each in served)
+    return Finding(False, f"{text}; the backend is for {wanted}{instead}")
 
 
 def kernels(specs: list[VariantSpec], arch: str) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ import torch
 from typer.testing import CliRunner
 
 from snapmla import runtime
+from snapmla.integrations import findings
 from snapmla.integrations import sglang as plugin
 from snapmla.integrations.sglang import __main__ as commands
 from snapmla.integrations.sglang import refuse, surface
@@ -316,6 +317,32 @@ def test_check_of_an_installation_that_works(monkeypatch: pytest.MonkeyPatch) ->
     assert [line[:2] for line in done.stdout.splitlines()] == ["ok"] * 7
     assert "enable_hierarchical_cache" in done.stdout
     assert "9 kernels are built: append_kv, plan_decode, quantize_q, decode" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "needs", "count"),
+    [
+        ((9, 0), "fa3", "sgl_kernel", 9),
+        ((10, 0), "fa4", "cutlass", 6),
+        ((10, 3), "fa4", "cutlass", 6),
+    ],
+)
+def test_check_by_the_card(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, needs: str, count: int
+) -> None:
+    """SGLang's fa3 is for SM90, its fa4 for SM100; kernels are those of the card."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert findings.card().ok
+    assert commands.multi_head() == (
+        False, f"{needs} is not installed: SGLang's {name}, which computes prompts"
+    )  # fmt: skip
+    kernels = commands.needed(findings.arch())
+    assert len(kernels) == count and {spec.arch for spec in kernels} == {findings.arch()}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    assert findings.card() == (False, "a card, sm_120; the backend is for sm_90 and sm_100")
 
 
 def test_the_record_is_written_as_it_is_read(

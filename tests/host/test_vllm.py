@@ -52,8 +52,10 @@ RELIED = (*surface.RELIED, *surface.RELIED_SPARSE)
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "case", ["decode", "prefill", "own_prefill", "invariant", "ranks", "refusals"]
-)
+    "case",
+    ["decode", "prefill", "own_prefill", "invariant", "ranks", "refusals",
+     pytest.param("blackwell", marks=pytest.mark.whole_matrix)],
+)  # fmt: skip
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_vllms_own_classes(release: str, case: str) -> None:
     drive("vllm_driver", release, case)
@@ -611,6 +613,25 @@ def test_check_of_files_that_cannot_be_loaded(folder: Path) -> None:
     missing, damaged = commands.kernels()
     assert missing.ok is damaged.ok is False
     assert KERNELS[1] in missing.text and f"{KERNELS[0]}.so is damaged" in damaged.text
+
+
+def test_check_on_a_b200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own kernels are asked for; the sparse backend is not for it, and says what is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert commands.card() == (True, "NVIDIA B200, sm_100")
+    (found,) = commands.kernels()
+    names = "append_kv_xbf16_ii64_sm100a, plan_decode_sm100a, quantize_q_xbf16_token_head_sm100a, "
+    names += "decode_ws_r64_p64_obf16_sm100a, fetch_dequant_xbf16_ragged_sm100a"
+    assert found.text.startswith(f"5 of 5 kernels are not built ({names})")
+    assert "`make wheels ARCH=sm_100a`" in found.text
+    done = CliRunner().invoke(commands.app, ["check", "--sparse"])
+    (said,) = (line for line in done.stdout.splitlines() if "B200" in line)
+    assert said == (
+        "MISSING NVIDIA B200, sm_100; the backend is for sm_90: elsewhere vLLM's own "
+        "FLASHMLA_SPARSE serves these models"
+    )
 
 
 def test_check_of_an_installation_that_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,21 @@ def test_names(ours: Any) -> None:
         new_impl(ours, indexer=types.SimpleNamespace())
 
 
+@pytest.mark.parametrize(
+    ("capability", "pages", "rows"),
+    [((9, 0), True, True), ((10, 0), True, False), ((10, 3), True, False), ((8, 9), False, False),
+     ((12, 0), False, False)],
+)  # fmt: skip
+def test_cards_that_a_backend_serves(
+    ours: Any, capability: tuple[int, int], pages: bool, rows: bool
+) -> None:
+    """Our own cache wherever there are kernels; rows of 656 bytes on SM90."""
+    asked = types.SimpleNamespace(major=capability[0], minor=capability[1])
+    dense = sys.modules[f"{plugin.__name__}.backend"].SnapMLABackend
+    assert dense.supports_compute_capability(asked) is pages
+    assert ours.SnapMLASparseBackend.supports_compute_capability(asked) is rows
+
+
 @needs_compiler
 def test_pieces(ours: Any) -> None:
     """One call, but where lists are cut at fixed places, whose partial rows take memory."""

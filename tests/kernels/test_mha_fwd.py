@@ -31,7 +31,9 @@ def some(values: Iterable[Any], everyday: Any) -> list[Any]:
     return [v if v == everyday else pytest.param(v, marks=whole) for v in values]
 
 
-EVERY = some([f"mha_fwd_d{d}_d{t}_sm90a" for d in (192, 128, 256) for t in ("bf16", "f16")], MAIN)
+NAMES = [f"mha_fwd_d{d}_d{t}_sm90a" for d in (192, 128, 256) for t in ("bf16", "f16")]
+NAMES += [f"mha_fwd_{name}_turns_sm100a" for name in ("d192_dbf16", "d128_df16")]
+EVERY = some(NAMES, MAIN)
 
 
 def kernel_of(name: str) -> tuple[VariantSpec, Any]:

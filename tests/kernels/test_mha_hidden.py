@@ -24,7 +24,7 @@ CHECKED = Options(hazards="raise", seed=3)
 MAIN = "mha_fwd_d192_dbf16_sm90a"
 SPLIT = "mha_fwd_d192_dbf16_split_sm90a"
 MORE = [MAIN, "mha_fwd_d128_df16_sm90a", "mha_fwd_d256_dbf16_sm90a", SPLIT,
-        "mha_fwd_d256_dbf16_split_sm90a"]  # fmt: skip
+        "mha_fwd_d256_dbf16_split_sm90a", "mha_fwd_d192_dbf16_turns_sm100a"]  # fmt: skip
 Results = tuple[Tensor, Tensor]
 
 
@@ -87,7 +87,7 @@ def test_every_head_size(name: str) -> None:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", MORE[:3])
+@pytest.mark.parametrize("name", [*MORE[:3], MORE[-1]])
 def test_anywhere(name: str, seed: int) -> None:
     """Random lengths and places, several CTAs and heads, random schedules, late landings."""
     torch.manual_seed(seed)

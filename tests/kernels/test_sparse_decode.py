@@ -28,6 +28,7 @@ pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=5)
 FEW = "sparse_decode_etap_r16_obf16_sm90a"
 BLACKWELL = "sparse_decode_ws_r64_obf16_sm100a"  # one problem every day: test_sparse_blackwell.py
+GATHER4 = "sparse_decode_ws_r64_obf16_gather4_sm100a"
 OTHERS = [
     pytest.param(name, marks=pytest.mark.whole_matrix)
     for name in (
@@ -36,10 +37,12 @@ OTHERS = [
         "sparse_decode_etap_r16_obf16_ln0_sm90a", "sparse_decode_etap_r64_obf16_ln0_sm90a",
         "sparse_decode_f16_r16_obf16_sm90a", "sparse_decode_f16_r32_of32_sm90a",
         "sparse_decode_f16_r64_obf16_sm90a", BLACKWELL, "sparse_decode_ws_r64_of32_sm100a",
+        GATHER4,
     )
 ]  # fmt: skip
 EVERY = [FEW, *OTHERS]
-BOTH = [FEW, pytest.param(BLACKWELL, marks=pytest.mark.whole_matrix)]  # a kernel of each arch
+# a kernel of each architecture, of SM100 behind both loaders
+BOTH = [FEW, *(pytest.param(name, marks=pytest.mark.whole_matrix) for name in (BLACKWELL, GATHER4))]
 
 
 def kernel_of(spec: VariantSpec | str) -> tuple[VariantSpec, Any]:
@@ -60,13 +63,13 @@ def test_clean_and_right(name: str) -> None:
 
 
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("arch", ["sm90a", "sm100a"])
+@pytest.mark.parametrize("kind", ["etap", BLACKWELL, GATHER4])
 @pytest.mark.parametrize("heads", [1, 8, 16, 64, 128])
-def test_right_everywhere(heads: int, arch: str) -> None:
+def test_right_everywhere(heads: int, kind: str) -> None:
     """All lengths of lists and pages, over layouts and styles in turn."""
     tile = next((t for t in (16, 32, 64) if t >= heads), 64)
-    etap = f"sparse_decode_etap_r{tile}_obf16_sm90a"
-    spec, kernel = kernel_of(etap if arch == "sm90a" else BLACKWELL)
+    name = f"sparse_decode_etap_r{tile}_obf16_sm90a" if kind == "etap" else kind
+    spec, kernel = kernel_of(name)
     turns = itertools.product(sparse_job.LAYOUTS, sparse_job.STYLES)
     for (topk, page), (layout, style) in zip(
         itertools.product((1, 17, 64, 100, 128, 512), (1, 2, 53, 64)), itertools.cycle(turns)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from snapmla.integrations import sglang as plugin
 from snapmla.testing import metrics
-from tests.support import fetch_sglang, shells
+from tests.support import fetch_sglang, on_blackwell, shells
 from tests.support.sglang_engine import (
     DRAFTS,
     HEADS,
@@ -455,9 +455,19 @@ def refused(call: Callable[[], Any], kind: type[Exception] = ValueError) -> None
         raise AssertionError("not refused")
 
 
+def blackwell() -> None:
+    """On SM100: its kernels, and multi-head prompts by SGLang's fa4."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    there = {"fa3": None, "fa4": MultiHead}
+    with on_blackwell.blackwell(), mock.patch.dict(ATTENTION_BACKENDS, there):
+        decode()
+        assert isinstance(Engine().backend.multi_head, MultiHead)
+
+
 CASES: dict[str, Callable[[], None]] = {
-    "decode": decode, "graphs": graphs, "verify": verify, "drafts": drafts, "extend": extend,
-    "prefix": prefix, "hooks": hooks, "refusals": refusals,
+    "blackwell": blackwell, "decode": decode, "graphs": graphs, "verify": verify,
+    "drafts": drafts, "extend": extend, "prefix": prefix, "hooks": hooks, "refusals": refusals,
 }  # fmt: skip
 
 

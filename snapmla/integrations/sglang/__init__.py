@@ -7,7 +7,8 @@ processes; nothing of SGLang is imported before.  Then::
         --kv-cache-dtype fp8_e4m3
 
 A server that does not ask for this backend runs as if the plugin were not there.  Prompts are
-computed as multi-head attention by SGLang's own ``fa3``, which this backend calls.
+computed as multi-head attention by SGLang's own ``fa3`` (``fa4`` on SM100), which this backend
+calls.
 
 ``python -m snapmla.integrations.sglang check`` says whether this installation will work.
 """

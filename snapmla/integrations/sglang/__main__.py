@@ -20,7 +20,6 @@ from snapmla.integrations.sglang import refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "sglang.srt.plugins"
-ARCH = "sm_90a"
 
 
 def release() -> Finding:
@@ -47,9 +46,10 @@ def names() -> Iterator[Finding]:
 
 def multi_head() -> Finding:
     """What computes prompts as multi-head attention."""
-    if importlib.util.find_spec("sgl_kernel") is None:
-        return Finding(False, "sgl_kernel is not installed: SGLang's fa3, which computes prompts")
-    return Finding(True, "sgl_kernel is installed: SGLang's fa3 computes prompts")
+    name, needs = refuse.MULTI_HEAD[findings.arch()]
+    if importlib.util.find_spec(needs) is None:
+        return Finding(False, f"{needs} is not installed: SGLang's {name}, which computes prompts")
+    return Finding(True, f"{needs} is installed: SGLang's {name} computes prompts")
 
 
 def not_served() -> Finding:
@@ -58,15 +58,15 @@ def not_served() -> Finding:
     return Finding(True, f"values of these settings are refused, each in a sentence: {settings}")
 
 
-def needed() -> list[VariantSpec]:
+def needed(arch: str) -> list[VariantSpec]:
     """Kernels that the plugin calls, whatever the model: those of a decode step with slots as
     SGLang counts them (int64), and those that fetch tokens of a cached prefix."""
-    step = [spec for spec in info.needed(ARCH) if spec.op != "append_kv"]
+    step = [spec for spec in info.needed(arch) if spec.op != "append_kv"]
     return [
-        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64"),
+        VariantSpec(op="append_kv", arch=arch, index_dtype="i64"),
         *step,
         *(
-            VariantSpec(op="fetch_dequant", arch=ARCH, mode="indices", index_dtype=width)
+            VariantSpec(op="fetch_dequant", arch=arch, mode="indices", index_dtype=width)
             for width in ("i32", "i64")
         ),
     ]
@@ -80,7 +80,7 @@ def check() -> None:
         if found[0].ok is not False:
             found += [*names(), multi_head(), not_served()]
         found += [findings.entry_point(GROUP, "SGLANG_PLUGINS"), findings.card()]
-        found += findings.kernels(needed(), ARCH)
+        found += findings.kernels(needed(findings.arch()), findings.arch())
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:

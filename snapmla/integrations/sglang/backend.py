@@ -6,8 +6,8 @@ Where a step goes::
     draft extend                                 tables, and the plan of this shape, updated
                        each layer                set_mla_kv_buffer, quantize_q, decode
     extend, absorbed   the first layer of a step the same, with ragged queries
-    extend, multi-head SGLang's own ``fa3``, over K and V of the new tokens and of a cached prefix
-                       that the model fetches from the pool
+    extend, multi-head SGLang's own ``fa3``, or ``fa4`` on SM100, over K and V of the new tokens and
+                       of a cached prefix that the model fetches from the pool
 
 Which form an extend takes is up to SGLang (``hooks.forward_method``): multi-head for prompts
 without a prefix and for long prefixes; absorbed, that is by this backend's kernels over the cache,
@@ -31,13 +31,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inne
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, plan_cache, quant
+from snapmla import attention, plan_cache, quant, runtime
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations.sglang import refuse
 from snapmla.integrations.sglang.pool import SnapMLATokenToKVPool
 from snapmla.integrations.sglang.refuse import PAGE
 
-MULTI_HEAD = "fa3"  # SGLang's backend of multi-head prefill
 SPLIT_TOKENS = 1024  # pieces of a sequence where inference has to be deterministic
 
 
@@ -100,7 +99,8 @@ class SnapMLABackend(AttentionBackend):
         )
         self.multi_head = None
         if draft_step is None:
-            self.multi_head = ATTENTION_BACKENDS[MULTI_HEAD](model_runner)
+            name, _ = refuse.MULTI_HEAD[runtime.arch_of(self.device)]
+            self.multi_head = ATTENTION_BACKENDS[name](model_runner)
             # Else it would quantise Q, K and V to the cache's dtype, without scales.
             self.multi_head.kv_cache_dtype_str = "auto"
         self.forward_metadata: Step | None = None

@@ -15,6 +15,8 @@ from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 BACKEND = "snapmla"
 PAGE = 64
 CACHE_DTYPE = "fp8_e4m3"
+# SGLang's backends of multi-head prefill, by target, and what they import.
+MULTI_HEAD = {"sm_90a": ("fa3", "sgl_kernel"), "sm_100a": ("fa4", "cutlass")}
 MOVES = "moves cached rows without their scales, which lie apart"
 TREES = (
     "drafts are verified as a chain: each query token sees all that come before it, "
@@ -131,7 +133,7 @@ def _wrong(view: Any) -> Iterator[str]:
         yield (
             f"snapmla: attention backends {prefill!r} for prefill and {decode!r} for decode are "
             "not served: no other backend reads the cache, and this one hands multi-head prefill "
-            f"to fa3 itself: set --attention-backend {BACKEND} alone"
+            f"to fa3 or fa4 itself: set --attention-backend {BACKEND} alone"
         )
     for setting in SETTINGS:
         value = getattr(view, setting.name, None)  # other releases may lack one

@@ -25,7 +25,8 @@ from snapmla.integrations.vllm import refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
-ARCH = "sm_90a"
+ROWS = "sm_90a"  # target of kernels for rows of 656 bytes
+INSTEAD = ": elsewhere vLLM's own FLASHMLA_SPARSE serves these models"
 
 
 def release() -> Finding:
@@ -73,40 +74,42 @@ def entry_point() -> Finding:
     return findings.entry_point(GROUP, "VLLM_PLUGINS")
 
 
-def needed() -> list[VariantSpec]:
+def needed(arch: str) -> list[VariantSpec]:
     """Kernels that the backend calls, whatever the model: those of a decode step with slots as vLLM
     counts them (int64), and the one that fetches cached prefixes, which it packs."""
-    step = [spec for spec in info.needed(ARCH) if spec.op != "append_kv"]
+    step = [spec for spec in info.needed(arch) if spec.op != "append_kv"]
     return [
-        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64"),
+        VariantSpec(op="append_kv", arch=arch, index_dtype="i64"),
         *step,
-        VariantSpec(op="fetch_dequant", arch=ARCH, mode="ragged"),
+        VariantSpec(op="fetch_dequant", arch=arch, mode="ragged"),
     ]
 
 
 def needed_sparse() -> list[VariantSpec]:
     """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
-    card = next(card for card in cards() if card.arch == ARCH)
+    card = next(card for card in cards() if card.arch == ROWS)
     tiles = (choose_sparse(card, heads, cache=FORMAT) for heads in (16, 32, 64, 128))
     return [
-        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64", cache_dtype=FORMAT),
-        VariantSpec(op="plan_decode", arch=ARCH),
-        VariantSpec(op="fetch_dequant", arch=ARCH, mode="ragged", cache_dtype=FORMAT),
-        VariantSpec(op="append_index_k", arch=ARCH, index_dtype="i64"),
+        VariantSpec(op="append_kv", arch=ROWS, index_dtype="i64", cache_dtype=FORMAT),
+        VariantSpec(op="plan_decode", arch=ROWS),
+        VariantSpec(op="fetch_dequant", arch=ROWS, mode="ragged", cache_dtype=FORMAT),
+        VariantSpec(op="append_index_k", arch=ROWS, index_dtype="i64"),
         *(
-            VariantSpec(op="index_logits", arch=ARCH, heads=heads, unit_rows=rows)
+            VariantSpec(op="index_logits", arch=ROWS, heads=heads, unit_rows=rows)
             for heads in refuse.INDEX_HEADS
             for rows in unit_choices(heads)
         ),
-        VariantSpec(op="index_rows", arch=ARCH),
-        *(VariantSpec(op="select_topk", arch=ARCH, **shape._asdict()) for shape in shapes.ALL),
+        VariantSpec(op="index_rows", arch=ROWS),
+        *(VariantSpec(op="select_topk", arch=ROWS, **shape._asdict()) for shape in shapes.ALL),
         *dict.fromkeys(tiles),
     ]
 
 
 def kernels(sparse: bool = False) -> Iterator[Finding]:
     """The kernels that a backend calls: built, to be compiled at first use, or missing."""
-    return findings.kernels(needed_sparse() if sparse else needed(), ARCH)
+    if sparse:
+        return findings.kernels(needed_sparse(), ROWS)
+    return findings.kernels(needed(findings.arch()), findings.arch())
 
 
 @app.command()
@@ -118,7 +121,8 @@ def check(
         found = [release()]
         if found[0].ok is not False:
             found += [*names(), not_served()]
-        found += [entry_point(), card(), *kernels(sparse)]
+        fits = card(ROWS, instead=INSTEAD) if sparse else card()
+        found += [entry_point(), fits, *kernels(sparse)]
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:

@@ -39,7 +39,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, cache, fetch, layouts, plan_cache, quant
+from snapmla import attention, cache, fetch, layouts, plan_cache, quant, runtime
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import invariant, refuse
@@ -110,7 +110,7 @@ class SnapMLABackend(mla.MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major == 9
+        return runtime.arch_of_capability(capability.major, capability.minor) is not None
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

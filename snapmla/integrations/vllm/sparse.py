@@ -111,7 +111,7 @@ class SnapMLASparseBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major == 9
+        return capability.major == 9  # kernels for rows of 656 bytes; FlashMLA's serve elsewhere
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
