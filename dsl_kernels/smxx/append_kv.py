@@ -304,7 +304,7 @@ def append_token(
         page, offset = divmod(Int32(slot), by_page)
         at = (Int64(page), Int64(offset))
         store(at)
-        if cutlass.const_expr(writes_scales is not None):
+        if cutlass.const_expr(writes_scales is not None):  # noqa: SIM102 (decided at trace time)
             if writes_scales():
                 store_scales(at)
 

@@ -1,5 +1,4 @@
-"""dsa_prologue: what a layer of sparse attention does to its projections before it scores tokens, in
-one launch.
+"""dsa_prologue: what a layer of sparse attention does to its projections before it scores tokens.
 
 Roles        a CTA has one job, which its index tells, and WARPS warps that work by themselves:
 

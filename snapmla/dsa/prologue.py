@@ -190,9 +190,7 @@ def _parts(call: Call) -> calls.Parts:
 def _places(call: Call, _: object) -> calls.Groups | None:
     cache, written = call.cache, (call.index_cache, *call.written.values())
     read = call.read.values()
-    if not (
-        tracing.plain(cache) and cache.stays and launch.all_on(cache.device, *read, *written)
-    ):
+    if not (tracing.plain(cache) and cache.stays and launch.all_on(cache.device, *read, *written)):
         return None
     groups = [(overlap.span(t),) for t in written]
     return cache.spans, *groups, tuple(map(overlap.span, read))

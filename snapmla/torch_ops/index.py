@@ -1,5 +1,5 @@
-"""``append_index_k``, ``dsa_prologue``, ``fetch_index_k``, ``index_logits``, ``index_topk``: over an
-index cache."""
+"""``append_index_k``, ``fetch_index_k``, ``index_logits``, ``index_topk``: over an index cache;
+``dsa_prologue``: over that and a KV cache."""
 
 from __future__ import annotations
 
