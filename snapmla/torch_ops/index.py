@@ -12,11 +12,13 @@ from dsl_kernels.families.formats import FORMATS
 from snapmla import checks, layouts
 from snapmla.cache import PagedKVCache
 from snapmla.dsa import fetch, step
-from snapmla.dsa import prologue as prologues
 from snapmla.dsa.append_index_k import Append
 from snapmla.dsa.append_index_k import now as append_now
 from snapmla.dsa.index_logits import Call
 from snapmla.dsa.index_logits import now as logits_now
+from snapmla.dsa.prologue import Call as PrologueCall
+from snapmla.dsa.prologue import Prologue
+from snapmla.dsa.prologue import now as prologue_now
 from snapmla.fetch import Tokens
 from snapmla.torch_ops.operator import Operator
 
@@ -106,8 +108,8 @@ def _dsa_prologue(
     else:
         cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
     *given, out_q, out_weights, out_rope = rest
-    out = prologues.Prologue(_codes(out_q), out_weights, out_rope)
-    prologues.now(prologues.Call(cache, *given, out))
+    out = Prologue(_codes(out_q), out_weights, out_rope)
+    prologue_now(PrologueCall(cache, *given, out))
 
 
 OPERATORS = (
