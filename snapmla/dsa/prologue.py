@@ -118,8 +118,7 @@ def prologue(
         TypeError, ValueError: naming the argument; a format whose content is not 512 channels with
             RoPE apart (V4, V4.1, NoPE).
 
-    Source: DeepSeek-V3.2's reference: its indexer's forward, ``act_quant``, and the latents'
-    ``kv_norm``.
+    Source: DeepSeek-V3.2's reference implementation, the indexer's and the layer's forward.
     """
     call = Call(
         cache, c_kv, k_rope, slot_mapping, index_cache, index_k,
