@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
 from dsl_kernels.families.formats import FORMATS
 from snapmla import byte_cache, checks, layouts, quant
 from snapmla.cache import PagedKVCache
@@ -20,6 +20,7 @@ from snapmla.dispatch import PIPELINES
 from snapmla.sparse import rows, two_lists
 from snapmla.sparse.lists import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
+from snapmla.sparse.query import QueryPair, arguments, check_pair
 from snapmla.sparse.rows_plan import STATIC, TENSORS, SparseRowsPlan
 from snapmla.torch_ops import pytrees
 from snapmla.torch_ops.decode import check_query
@@ -45,7 +46,7 @@ _PIECES = (
 _BF16_OUT = "Tensor(d!) out, Tensor(e!) lse"
 _OUT = "Tensor(c!) out, Tensor(d!) lse"
 _OPTIONS = f"int p_terms=1, {WITNESS}"
-_ROW_OPTIONS = f"str cache_dtype='{FORMAT}', {WITNESS}"
+_ROW_OPTIONS = f"str cache_dtype='{FORMAT}', {WITNESS}, Tensor? q_rope=None"
 
 
 def _planes(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -87,16 +88,28 @@ def _record(cache_dtype: str) -> Record:
     return FORMATS[cache_dtype]
 
 
-def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT, **witness: Any) -> None:
+def _rows_out(
+    q: Tensor,
+    kv: Tensor,
+    *rest: Any,
+    cache_dtype: str = FORMAT,
+    q_rope: Tensor | None = None,
+    **witness: Any,
+) -> None:
     record = _record(cache_dtype)
-    checks.query_rows(tuple(q.shape[:3]))
-    shape = ("b", "s_q", "num_heads", record.channels)
-    checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
-    checks.contiguous("q", q)
     checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
+    query = q if q_rope is None else QueryPair(q, q_rope)
+    if isinstance(query, QueryPair):
+        check_pair(query, record)
+    else:
+        checks.query_rows(tuple(q.shape[:3]))
+        shape = ("b", "s_q", "num_heads", record.channels)
+        checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
+        checks.contiguous("q", q)
     if len(record.planes) > 1 or record.two_lists:  # whose kernels ask no strides of tokens
         byte_cache.check(record, kv)
-    _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest, **witness)
+    tensors, strides = arguments(query, ragged=False)
+    _launch(tensors, (kv.squeeze(2),), cache_dtype, 1, *rest, strides=strides, **witness)
 
 
 def _launch(
@@ -125,6 +138,7 @@ def _launch(
     *,
     cu_seqlens_q: Tensor | None = None,
     row_seqlens: Tensor | None = None,
+    strides: tuple[int, ...] = (),
 ) -> None:
     """Checks what is common to both, and launches the kernel of a format."""
     q = query[0]
@@ -157,7 +171,7 @@ def _launch(
     variant.kernel(out.dtype)(
         *query, *cache, indices, topk_length, *second, sink, *own, out, lse, *tables[-2:],
         checks.softmax_scale(softmax_scale), lse_factor, empty_lse, int(may_split),
-        int(witness is not None),
+        int(witness is not None), *strides,
     )  # fmt: skip
 
 
@@ -181,13 +195,16 @@ def _check_lists(indices: Tensor) -> None:
 
 
 def _fake_rows(
-    *arguments: Any, cache_dtype: str = FORMAT, **_witness: Any
+    *given: Any, cache_dtype: str = FORMAT, q_rope: Tensor | None = None, **_witness: Any
 ) -> tuple[Tensor, Tensor]:
-    q, _, indices = arguments[:3]
-    shape = ("b", "s_q", "num_heads", _record(cache_dtype).channels)
-    checks.tensor("q", q, (torch.bfloat16,), shape)
+    q, _, indices = given[:3]
+    channels = _record(cache_dtype).channels - (0 if q_rope is None else QK_ROPE_HEAD_DIM)
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", channels))
+    if q_rope is not None:
+        shape = (*q.shape[:3], QK_ROPE_HEAD_DIM)
+        checks.tensor("q_rope", q_rope, (torch.bfloat16,), shape)
     _check_lists(indices)
-    return new_results(q, arguments[-1])
+    return new_results(q, given[-1])
 
 
 def _bf16(*arguments: Any) -> tuple[Tensor, Tensor]:
