@@ -132,7 +132,7 @@ def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
 
 
 class RecordQueries(QTiles):
-    """Queries in one tensor (b, s_q, h, 576), or content and RoPE in one each, which come to L2 when
+    """Queries in one tensor (b, s_q, h, 576), or content and RoPE in one each; they come to L2 when
     they are asked for: ``tile_of_q.ahead(i)``.
 
     Where there is one stage, its first half is free as soon as the last tile's Q.K is behind it:

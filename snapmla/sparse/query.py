@@ -60,7 +60,7 @@ def check_pair(q: QueryPair, record: Record) -> None:
         TypeError, ValueError: naming the tensor; a cache whose RoPE is not apart.
     """
     nope, rope = q
-    if record.rope is None or record.rows:
+    if record.rope is None:
         wanted = f"one tensor of {record.channels} channels over {record.about}"
         checks.value_error("q", wanted, "(q_nope, q_rope)", "torch.cat makes one of two")
     tokens = checks.query_tokens("q_nope", nope)

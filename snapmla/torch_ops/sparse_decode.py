@@ -46,7 +46,8 @@ _PIECES = (
 _BF16_OUT = "Tensor(d!) out, Tensor(e!) lse"
 _OUT = "Tensor(c!) out, Tensor(d!) lse"
 _OPTIONS = f"int p_terms=1, {WITNESS}"
-_ROW_OPTIONS = f"str cache_dtype='{FORMAT}', {WITNESS}, Tensor? q_rope=None"
+_Q_ROPE = "Tensor? q_rope=None"
+_ROW_OPTIONS = f"str cache_dtype='{FORMAT}', {WITNESS}, {_Q_ROPE}"
 
 
 def _planes(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -207,15 +208,16 @@ def _fake_rows(
     return new_results(q, given[-1])
 
 
-def _bf16(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return rows.launch_now(_call_of_rows(*arguments))
+def _bf16(*given: Any, q_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return rows.launch_now(_call_of_rows(q_rope, *given))
 
 
-def _bf16_out(*arguments: Any) -> None:
-    rows.launch_now(_call_of_rows(*arguments))
+def _bf16_out(*given: Any, q_rope: Tensor | None = None) -> None:
+    rows.launch_now(_call_of_rows(q_rope, *given))
 
 
 def _call_of_rows(
+    q_rope: Tensor | None,
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -235,8 +237,7 @@ def _call_of_rows(
     *results: Tensor,
 ) -> rows.Call:
     """The call, whose plan is what its tables and numbers are of."""
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
-    b, s_q, heads, _ = q.shape
+    b, s_q, heads, _ = _check_bf16(q, q_rope)
     checks.integer("width", width, TOKEN_TILE)
     if width % TOKEN_TILE:
         checks.value_error("width", f"a multiple of {TOKEN_TILE}", width)
@@ -248,14 +249,25 @@ def _call_of_rows(
     options = softmax_scale, base, "+inf" if empty_lse > 0 else "-inf"
     out, lse = results or (None, None)
     cache = PagedKVCache.from_tensors(kv)
+    query = q if q_rope is None else QueryPair(q, q_rope)
     return rows.Call(
-        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, torch.bfloat16
+        query, cache, indices, topk_length, attn_sink, plan, out, lse, options, torch.bfloat16
     )
 
 
-def _fake_bf16(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _check_bf16(q: Tensor, q_rope: Tensor | None) -> Any:
+    """(b, s_q, num_heads, channels) of a query that is checked."""
+    channels = HEAD_DIM_QK if q_rope is None else KV_LORA_RANK
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", channels))
+    if q_rope is not None:
+        shape = (*q.shape[:3], QK_ROPE_HEAD_DIM)
+        checks.tensor("q_rope", q_rope, (torch.bfloat16,), shape)
+    return q.shape
+
+
+def _fake_bf16(*arguments: Any, q_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
     q, kv, indices = arguments[:3]
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    _check_bf16(q, q_rope)
     checks.tensor("kv", kv, (torch.bfloat16,), ("num_pages", "page_size", 1, HEAD_DIM_QK))
     checks.tensor("indices", indices, (torch.int32,), (*q.shape[:2], "topk"))
     return new_results(q, torch.bfloat16)
@@ -290,8 +302,14 @@ OPERATORS = (
     Operator(
         f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}, *, {_ROW_OPTIONS}) -> ()", _rows_out
     ),
-    Operator(f"sparse_decode_bf16({_ROWS}{_PIECES}) -> (Tensor, Tensor)", _bf16, _fake_bf16),
-    Operator(f"sparse_decode_bf16_out({_ROWS}{_PIECES}, {_BF16_OUT}) -> ()", _bf16_out),
+    Operator(
+        f"sparse_decode_bf16({_ROWS}{_PIECES}, *, {_Q_ROPE}) -> (Tensor, Tensor)",
+        _bf16,
+        _fake_bf16,
+    ),
+    Operator(
+        f"sparse_decode_bf16_out({_ROWS}{_PIECES}, {_BF16_OUT}, *, {_Q_ROPE}) -> ()", _bf16_out
+    ),
 )
 
 register_plan(SparsePlan)
