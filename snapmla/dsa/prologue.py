@@ -22,12 +22,15 @@ from snapmla.rope import check_angles, check_eps, check_weight
 
 
 class Prologue(NamedTuple):
-    """What ``prologue`` returns.
+    """Results of ``prologue``.
 
     Attributes:
         index_q: float8_e4m3fn (n, h, 128), contiguous: ``q`` of ``index_topk``.
         index_weights: float32 (n, h), contiguous: its ``w``.
         q_rope: attention's RoPE channels, turned, (n, num_heads, 64); None where none were given.
+
+    Raises:
+        TypeError, ValueError: as ``out`` of a call, naming the attribute.
 
     Source: our own.
     """
@@ -63,7 +66,7 @@ def prologue(
     q_rope: torch.Tensor | None = None,
     out: Prologue | None = None,
 ) -> Prologue:
-    """What a layer of sparse attention does to its projections before it scores tokens: one launch.
+    """Brings a sparse attention layer's projections to caches and index queries, in one launch.
 
     * ``rope_append_kv``: RMSNorm and RoPE of the new tokens' latents, which go into the KV cache;
     * ``append_index_k``: LayerNorm and RoPE of their index keys, which go into the index cache;
@@ -87,17 +90,17 @@ def prologue(
             past the pool are skipped.
         index_cache: uint8 (pages, 64, 132), (pages, 64, 1, 132) or (pages, 8448), as of
             ``append_index_k``; written at its slots.
-        index_k: dtype of c_kv, (n, 128), as the layer's projection leaves them.
-        index_q: dtype of c_kv, (n, h, 128), h 64 or 32, RoPE not yet applied.
-        index_weights: float32 or dtype of c_kv, (n, h): each head's weight.
+        index_k: same dtype, (n, 128), as the layer's projection leaves them.
+        index_q: same dtype, (n, h, 128), h 64 or 32, RoPE not yet applied.
+        index_weights: float32 or the same dtype, (n, h): each head's weight.
         positions: int32 or int64 (n,): the tokens' rows of ``cos_sin_cache``.  A token whose
             position has no row there is stored as NaN, its queries and weights are NaN; in rows of
             16 bits its RoPE channels are.
-        cos_sin_cache: (max_position, 64) float32 or the dtype of c_kv: 32 cosines, 32 sines.
-        norm_weight: dtype of c_kv, (512,), of ``kv_a_layernorm``.
+        cos_sin_cache: (max_position, 64) float32 or the same dtype: 32 cosines, 32 sines.
+        norm_weight: same dtype as c_kv, (512,), of ``kv_a_layernorm``.
         index_norm_weight, index_norm_bias: float32 (128,), of the index keys' LayerNorm.
         norm_eps, index_norm_eps: of the norms, 1e-12 to 1.
-        index_slot_mapping: of the index cache, of the other's dtype; None: ``slot_mapping``.
+        index_slot_mapping: int32 or int64 (n,), of the index cache, dtype of the other; None: ``slot_mapping``.
         weight_scale: a positive number; None: 128^-0.5 * h^-0.5, DeepSeek-V3.2's.
         is_neox: pairs of latents' and attention's RoPE are channels i and i + 32; else 2 i and
             2 i + 1, as in DeepSeek's models.
@@ -107,7 +110,7 @@ def prologue(
             ``free``: they are not.
         hadamard: whether index keys and queries are multiplied by the Hadamard matrix, as
             ``append_index_k`` does.
-        q_rope: dtype of c_kv, (n, num_heads, 64), num_heads 1 to 128, RoPE not yet applied.
+        q_rope: same dtype as c_kv, (n, num_heads, 64), num_heads 1 to 128, RoPE not yet applied.
         out: tensors to write into, which share no memory with others; its ``q_rope`` may be
             strided, rows 16-byte aligned: the last channels of queries of 576.  None allocates.
 
@@ -175,7 +178,8 @@ _OPTIONS = slice(15, 22)
 
 
 def _parts(call: Call) -> calls.Parts:
-    cache, given = call.cache, (*call[1:15], *(call.out or ()))
+    cache = call.cache
+    given: tuple[Any, ...] = (*call[1:15], *(call.out or ()))
     tensors = tuple([t for t in given if t is not None])
     told = call[_OPTIONS]
     options = (

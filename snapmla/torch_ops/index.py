@@ -109,7 +109,8 @@ def _dsa_prologue(
         cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
     *given, out_q, out_weights, out_rope = rest
     out = Prologue(_codes(out_q), out_weights, out_rope)
-    prologue_now(PrologueCall(cache, *given, out))
+    call: Any = (cache, *given, out)
+    prologue_now(PrologueCall(*call))
 
 
 OPERATORS = (
