@@ -100,7 +100,8 @@ def prologue(
         norm_weight: same dtype as c_kv, (512,), of ``kv_a_layernorm``.
         index_norm_weight, index_norm_bias: float32 (128,), of the index keys' LayerNorm.
         norm_eps, index_norm_eps: of the norms, 1e-12 to 1.
-        index_slot_mapping: int32 or int64 (n,), of the index cache, dtype of the other; None: ``slot_mapping``.
+        index_slot_mapping: int32 or int64 (n,), as the other, of the index cache; None:
+            ``slot_mapping``.
         weight_scale: a positive number; None: 128^-0.5 * h^-0.5, DeepSeek-V3.2's.
         is_neox: pairs of latents' and attention's RoPE are channels i and i + 32; else 2 i and
             2 i + 1, as in DeepSeek's models.
