@@ -68,12 +68,14 @@ def appends(fmt: str, given: Given) -> timing.Call:
     cache = samples.cache_of(given, fmt)
     latents = [given[n] for n in ("c_kv", "k_rope", "slot_mapping", "positions", "cos_sin")]
     keys = [given[n] for n in ("index_cache", "index_k", "index_slot_mapping")]
-    norm = {"norm_weight": given["index_norm_weight"], "norm_bias": given["index_norm_bias"]}
-    angles = {"positions": given["positions"], "cos_sin_cache": given["cos_sin"]}
+    told = {
+        "norm_weight": given["index_norm_weight"], "norm_bias": given["index_norm_bias"],
+        "positions": given["positions"], "cos_sin_cache": given["cos_sin"],
+    }  # fmt: skip
 
     def call() -> None:
         snapmla.rope_append_kv(cache, *latents, norm_weight=given["kv_norm_weight"])
-        dsa.append_index_k(*keys, **angles, **norm)
+        dsa.append_index_k(keys[0], keys[1], keys[2], **told)
 
     return call
 

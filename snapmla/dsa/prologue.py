@@ -175,14 +175,13 @@ class Call(NamedTuple):
 
 
 _READ = (*Call._fields[1:4], *Call._fields[5:15])
-_OPTIONS = slice(15, 22)
 
 
 def _parts(call: Call) -> calls.Parts:
     cache = call.cache
     given: tuple[Any, ...] = (*call[1:15], *(call.out or ()))
     tensors = tuple([t for t in given if t is not None])
-    told = call[_OPTIONS]
+    told = call[15:22]
     options = (
         cache.format, told, tuple([x.__class__ for x in told]), call.q_rope is None,
         call.out is None,
