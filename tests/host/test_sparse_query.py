@@ -20,14 +20,15 @@ CONTENT = {"fp8_ds_mla": 512, "fp8_v4": 448, "bf16": 512}
 SCALE, HEADS, TOPK = 0.05, 3, 40
 
 
-def given(fmt: str, *rows: int) -> dict[str, Any]:
-    """Arguments with one tensor of queries, (*rows, HEADS, channels)."""
+def given(fmt: str, *rows: int, fill: bool = True) -> dict[str, Any]:
+    """Arguments with one tensor of queries, (*rows, HEADS, channels), of a cache with tokens."""
     torch.manual_seed(0)
     content = CONTENT[fmt]
     kind: Any = BF16 if fmt == "bf16" else fmt
     cache = PagedKVCache.allocate(2, 64, device="cpu", dtype=kind)
     latent = torch.randn(128, content + 64).to(BF16)
-    snapmla.append_kv(cache, latent[:, :content], latent[:, content:], torch.arange(128))
+    if fill:
+        snapmla.append_kv(cache, latent[:, :content], latent[:, content:], torch.arange(128))
     q = torch.randn(*rows, HEADS, content + 64).to(BF16)
     indices = torch.randint(-1, 128, (*rows, TOPK), dtype=torch.int32)
     return {"q": q, "cache": cache, "indices": indices, "softmax_scale": SCALE}
@@ -49,19 +50,31 @@ def apart(q: Tensor, content: int) -> tuple[Tensor, Tensor]:
     ["fp8_ds_mla", *(pytest.param(x, marks=pytest.mark.whole_matrix) for x in ("fp8_v4", "bf16"))],
 )
 def test_the_bits_of_one_tensor(fmt: str) -> None:
-    """Planned by the call and by a plan, known the second time; in a compiled graph."""
+    """Of rows with gaps, and side by side."""
     call = given(fmt, 2, 1)
     pair = apart(call.pop("q"), CONTENT[fmt])
-    q = torch.cat(pair, -1)
-    want = snapmla.decode(q, **call)
+    call["plan"] = snapmla.plan_sparse_decode(
+        HEADS, 1, topk=TOPK, batch=2, device="cpu", cache_dtype=BF16 if fmt == "bf16" else fmt
+    )
+    want = snapmla.decode(torch.cat(pair, -1), **call)
     assert bool(want[0].isfinite().all())
+    assert_same_bits(snapmla.decode(pair, **call), want)
+    again = [part.clone(memory_format=torch.contiguous_format) for part in pair]
+    assert_same_bits(snapmla.decode((again[0], again[1]), **call), want)
+
+
+@needs_compiler
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("fmt", CONTENT)
+def test_traced_and_planned_by_the_call(fmt: str) -> None:
+    call = given(fmt, 2, 1)
+    pair = apart(call.pop("q"), CONTENT[fmt])
+    want = snapmla.decode(torch.cat(pair, -1), **call)
+    for _ in range(2):
+        assert_same_bits(snapmla.decode(pair, **call), want)
     plan = snapmla.plan_sparse_decode(
         HEADS, 1, topk=TOPK, batch=2, device="cpu", cache_dtype=BF16 if fmt == "bf16" else fmt
     )
-    for more in ({}, {"plan": plan}, {"plan": plan}):
-        assert_same_bits(snapmla.decode(pair, **call, **more), want)
-    again = [part.clone(memory_format=torch.contiguous_format) for part in pair]
-    assert_same_bits(snapmla.decode((again[0], again[1]), **call, plan=plan), want)
     traced = torch.compile(
         lambda nope, rope: snapmla.decode((nope, rope), **call, plan=plan),
         backend="eager", fullgraph=True,
@@ -103,7 +116,7 @@ def test_ragged() -> None:
     ],
 )  # fmt: skip
 def test_mistakes(wrong: Any, error: type[Exception], words: str) -> None:
-    call = given("fp8_ds_mla", 2, 1)
+    call = given("fp8_ds_mla", 2, 1, fill=False)
     pair = call.pop("q").split((512, 64), -1)
     with pytest.raises(error) as found:
         snapmla.decode(wrong(*(part.contiguous() for part in pair)), **call)
