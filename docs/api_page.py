@@ -40,8 +40,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "flash_mla_ckv_fp8_per_token", "dequantize_ckv_fused_indexed",
     ),
     "snapmla.dsa": (
-        "append_index_k", "index_topk", "index_topk_workspace", "index_logits", "select_topk",
-        "fetch_index_k",
+        "prologue", "Prologue", "append_index_k", "index_topk", "index_topk_workspace",
+        "index_logits", "select_topk", "fetch_index_k",
     ),
     "snapmla.dsa.deep_gemm_names": (
         "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "fp8_mqa_logits",

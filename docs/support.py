@@ -99,6 +99,7 @@ OPERATIONS = (
     ), {
         "index_cost": (NO_CACHE,), "index_cost-h100": (NO_CACHE,),
     }, "index keys, 132 bytes"),
+    Operation("`dsa.prologue`", (_helper("dsa_prologue"),), {}),
     Operation("`append_kv`, `fetch_dequant`", (_helper("append_kv"), _helper("fetch_dequant")), {
         "append_cost": ("fp8", "fp8_ds_mla", "fp8_v4"),
     }),

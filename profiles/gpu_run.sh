@@ -34,6 +34,9 @@
 #   append[:ARG,ARG...]        appending tokens, alone and in a step, beside vLLM's op
 #                              (profiles.append_cost ARG ARG...; append:--against,build/checkouts/NAME
 #                              beside a packed checkout)
+#   prologue                   a DSA layer's prologue beside the same in single calls
+#                              (profiles.prologue_cost); before pack: python -m codegen build
+#                              append_index_k_xbf16_ii64_neox_layer_sm90a
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   f16                        decode with exact logits beside the default (profiles.logits_cost)
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
@@ -325,6 +328,7 @@ run_part() {
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
             ;;
+        prologue) timeout -k 10 "$seconds" "$python" -m profiles.prologue_cost --out "$work" ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         f16) timeout -k 10 "$seconds" "$python" -m profiles.logits_cost --out "$work" ;;
         records) timeout -k 10 "$seconds" "$python" -m profiles.records_cost --out "$work" ;;

@@ -77,7 +77,7 @@ class Unprepared(NamedTuple):
 
 
 def decode(
-    q: QuantizedQuery | torch.Tensor,
+    q: QuantizedQuery | torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     cache: PagedKVCache,
     block_table: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
@@ -113,7 +113,10 @@ def decode(
             With a 16-bit cache bfloat16 or float16, as the cache, (b, s_q, h, 576) or ragged,
             contiguous; with several KV heads query heads j * g to (j + 1) * g - 1 read KV head j,
             where g = h / num_kv_heads.  Over formats of bytes bfloat16 of as many channels as K
-            has: 576 of ``fp8_ds_mla``, else 512.
+            has: 576 of ``fp8_ds_mla``, else 512.  With ``indices`` over ``fp8_ds_mla``, ``fp8_v4``
+            and BF16 also (q_nope, q_rope), both bfloat16: content, (b, s_q, h, 512) or 448 of
+            ``fp8_v4``, and RoPE, (b, s_q, h, 64), whose rows each lie any multiple of 16 bytes
+            apart, evenly over tokens and heads.
         cache: pages that ``block_table`` points into.
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels import registry
+from dsl_kernels.dims import QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.cache import PagedKVCache
@@ -209,9 +210,11 @@ def against_sparse_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     out, lse = out.flatten(0, 1)[:n], lse.transpose(0, 1).flatten(1)[:, :n]
     indices, scale = given["indices"].flatten(0, 1)[:n], given["softmax_scale"]
     if "q" in given:
-        rows = RecordCall(
-            given["q"].flatten(0, 1)[:n], given["cache"], indices, counts, scale, sink
-        )
+        query, record = given["q"], spec.record
+        if "q_rope" in given and record is not None and record.rope is not None:
+            rope = given["q_rope"][..., -QK_ROPE_HEAD_DIM:]  # of that tensor or of one of its own
+            query = torch.cat([query[..., : record.content.count], rope], -1)
+        rows = RecordCall(query.flatten(0, 1)[:n], given["cache"], indices, counts, scale, sink)
         found = record_errors(spec, rows, out, lse, plain=False, powers=False)
         return str(found), found.right
     q_nope, q_rope, q_scale = (given[x].flatten(0, 1)[:n] for x in ("q_nope", "q_rope", "q_scale"))

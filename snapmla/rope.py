@@ -197,12 +197,12 @@ def check_weight(norm_weight: torch.Tensor | None, c_kv: torch.Tensor) -> None:
         checks.aligned_rows("norm_weight", norm_weight)
 
 
-def check_eps(norm_eps: float) -> float:
+def check_eps(norm_eps: float, name: str = "norm_eps") -> float:
     """Checks a norm's epsilon and returns it."""
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float)):
-        checks.type_error("norm_eps", "a Python float", checks.class_name(norm_eps))
+        checks.type_error(name, "a Python float", checks.class_name(norm_eps))
     if not LEAST_EPS <= norm_eps <= MOST_EPS:
-        checks.value_error("norm_eps", f"{LEAST_EPS:g} to {MOST_EPS:g}", norm_eps)
+        checks.value_error(name, f"{LEAST_EPS:g} to {MOST_EPS:g}", norm_eps)
     return float(norm_eps)
 
 

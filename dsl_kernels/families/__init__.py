@@ -10,6 +10,7 @@ from . import (
     append_index_k,
     append_kv,
     dense_decode,
+    dsa_prologue,
     fetch_dequant,
     fetch_index_k,
     fp8_decode,
@@ -62,6 +63,7 @@ _MODULES = (
     sparse_prefill,
     index_rows,
     fetch_index_k,
+    dsa_prologue,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 

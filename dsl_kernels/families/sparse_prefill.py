@@ -18,6 +18,8 @@ AXES = (
     Axis("figures", "", ("whole", "indexer"), "whole", named=False),
     # split: of few query tokens, as of decode; with the merge behind
     Axis("lists", "", ("one", "split"), "one", named=False),
+    # two: content and RoPE of queries are a tensor each, as decode may be given them
+    Axis("query", "q", ("one", "two"), "one", named=False),
 )
 
 EVERYDAY = (
@@ -43,13 +45,16 @@ def _module(arch: str, values: Values) -> str | None:
     indexer, split = values["figures"] == "indexer", values["lists"] == "split"
     if indexer and split:
         return None
+    if values["query"] == "two":
+        apart = values["d_qk"] == 576 and not indexer
+        return "dsl_kernels.sm90.sparse_prefill_pair" if apart else None
     more = "_indexer" * indexer + "_split" * split
     return f"dsl_kernels.sm90.sparse_prefill{more}"
 
 
 def points(arch: str) -> Iterator[Values]:
     """All heads a CTA on Hopper, for prompts; split lists, which are decode's.  The indexer's LSE,
-    for training, is built when it is asked for."""
+    for training, and queries of two tensors are built when they are asked for."""
     if arch != "sm_90a":
         return
     for row_tile, d_qk in itertools.product(ROW_TILES[::-1], (576, 512)):

@@ -132,8 +132,8 @@ def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
 
 
 class RecordQueries(QTiles):
-    """Queries in one tensor (b, s_q, h, 576), which come to L2 when they are asked for:
-    ``tile_of_q.ahead(i)``.
+    """Queries in one tensor (b, s_q, h, 576), or content and RoPE in one each; they come to L2 when
+    they are asked for: ``tile_of_q.ahead(i)``.
 
     Where there is one stage, its first half is free as soon as the last tile's Q.K is behind it:
 
@@ -167,17 +167,25 @@ class RecordQueries(QTiles):
             self.first_half.arrive_full_if(st, 0, chosen)
 
     def source(self, tensors, layouts):
-        """``Loaded`` of content and RoPE, the CTA's rows each."""
-        (q,) = tensors
+        """``Loaded`` of content and RoPE, the CTA's rows each.
+
+        Args:
+            tensors: (q,), rows side by side; or (q, q_rope, elements from row to row of either),
+                where content is the first channels of ``q`` and RoPE the last of ``q_rope``, which
+                may be one tensor.
+        """
+        q, *others = tensors
         b, s_q, h, width = q.shape
-        out, first = [], 0
-        for plane, layout in zip(self.format.planes, layouts, strict=True):
-            view = cute.make_tensor(
-                q.iterator + first,
-                cute.make_layout((b * s_q * h, plane.width), stride=(width, 1)),
-            )
+        planes, out, first = self.format.planes, [], 0
+        for n, (plane, layout) in enumerate(zip(planes, layouts, strict=True)):
+            at, stride = q.iterator + first, width
+            if others:
+                rope, *strides = others
+                at = rope.iterator + (rope.shape[3] - plane.width) if n else q.iterator
+                stride = cute.assume(strides[n], divby=compat.VECTOR_BYTES // 2)
+            rows = cute.make_layout((b * s_q * h, plane.width), stride=(stride, 1))
             atom = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), view, one_stage(layout),
+                cpasync.CopyBulkTensorTileG2SOp(), cute.make_tensor(at, rows), one_stage(layout),
                 (self.rows, plane.width),
             )  # fmt: skip
             out.append(Loaded(*list(atom)[:2]))

@@ -136,17 +136,20 @@ class SparsePrefill:
         ctas: Int32,
         stream,
     ):
-        heads, rows = Int32(q.shape[1]), self.loads.rows
+        lists, figures = (kv, indices, topk_length, attn_sink), (max_logits, lse)
+        self.launch_whole((q,), lists, (out, *figures), (softmax_scale, ctas), stream)
+
+    def launch_whole(self, queries, lists, results, numbers, stream):
+        """The kernel over whole lists; ``queries``: a tensor, or content and RoPE."""
+        softmax_scale, ctas = numbers
+        heads, rows = Int32(queries[0].shape[1]), self.loads.rows
         blocks = compat.fast_divisor((heads + (rows - 1)) // rows)
-        gmem = Gmem(
-            kv, indices, topk_length, attn_sink, out, max_logits, lse, heads, blocks,
-            softmax_scale * LOG2E, ctas,
-        )  # fmt: skip
-        self.launch(q, gmem, stream)
+        gmem = Gmem(*lists, *results, heads, blocks, softmax_scale * LOG2E, ctas)
+        self.launch(queries, gmem, stream)
 
     def launch(self, q, gmem, stream):
-        """``gmem.ctas`` CTAs over the queries."""
-        self.kernel(self.loads.source_of_q(q), gmem).launch(
+        """``gmem.ctas`` CTAs over the queries; ``q``: (a tensor), or content and RoPE."""
+        self.kernel(self.loads.source_of_q(*q), gmem).launch(
             grid=(gmem.ctas, 1, 1), block=(self.budget.threads, 1, 1), stream=stream,
             min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip
@@ -164,7 +167,8 @@ class SparsePrefill:
         layouts = self.form.layouts()
         st = cutlass.memory.SmemAllocator().allocate(self.storage(layouts))
         if warp_id == 0:
-            cpasync.prefetch_descriptor(tma_q.atom)
+            for loaded in tma_q:
+                cpasync.prefetch_descriptor(loaded.atom)
             with cute.arch.elect_one():
                 self.loads.init(st)
                 self.form.init_barriers(st)

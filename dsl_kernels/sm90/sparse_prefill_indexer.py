@@ -66,4 +66,4 @@ class WithIndexer(SparsePrefill):
             kv, indices, topk_length, attn_sink, out, max_logits, lse, heads, blocks,
             softmax_scale * LOG2E, ctas, lse_indexer, indexer_tiles,
         )  # fmt: skip
-        self.launch(q, gmem, stream)
+        self.launch((q,), gmem, stream)

@@ -36,13 +36,14 @@ from ..common.epilogue import of_sink
 from ..common.gather import CHUNK, GROUP, GROUPS, HALF, LINE, Q_WARP, advanced, arrive_landed, copy
 from ..common.smem import array, one_stage, staged
 from ..common.types import BF16, ROW_MAJOR, U32
-from ..dims import HEAD_DIM_QK
+from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
 from .mha_parts import LARGEST, LN2
 from .roles import PV_WARPS, ROWS_OF_CTA, SOFTMAX_WARPS
 
 STAGES = 2
 BLOCK = LINE // 2  # channels of a column block, a line of 128 bytes
+CONTENT_BLOCKS = KV_LORA_RANK // BLOCK
 BLOCK_BYTES = TILE * LINE
 STAGE_BYTES = TILE * HEAD_DIM_QK * 2
 FIRST_HALF = (0, 1, 4, 5)  # column blocks
@@ -187,8 +188,13 @@ class GatheredTiles:
 
     # ---------------------------------------------------------------- host half
 
-    def source_of_q(self, q):
-        """``Loaded`` of (h, d_qk, s_q): a box is a column block of a row block."""
+    def source_of_q(self, *q):
+        """``Loaded`` of (h, channels, s_q) of each tensor of Q, all channels or content and RoPE: a
+        box is a column block of a row block."""
+        return tuple(map(self._loaded, q))
+
+    def _loaded(self, q):
+        """Of one of them."""
         view = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
         shape = (TILE, self.rows, BLOCK)
         box = one_stage(sm90.make_smem_layout_b(ROW_MAJOR, shape, BF16, 1))
@@ -312,14 +318,17 @@ class GatheredTiles:
 
     def _q_boxes(self, st, layouts, tma_q):
         """(descriptor, shared boxes by column block and stage, global boxes by row block, column
-        block and query)."""
-        tiler = (self.rows, BLOCK)
+        block and query) of each tensor of Q."""
+        tiler, found = (self.rows, BLOCK), []
         tiles = cute.local_tile(staged(st.qc, layouts.q[0]), tiler, (0, None, None))
-        boxes = cute.local_tile(tma_q.coords, tiler, (None, None, None))
-        return tma_q.atom, *cpasync.tma_partition(
-            tma_q.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
-            cute.group_modes(boxes, 0, 2),
-        )  # fmt: skip
+        for loaded in tma_q:
+            boxes = cute.local_tile(loaded.coords, tiler, (None, None, None))
+            held, source = cpasync.tma_partition(
+                loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
+                cute.group_modes(boxes, 0, 2),
+            )  # fmt: skip
+            found.append((loaded.atom, held, source))
+        return found
 
     @cute.jit
     def _load_q(
@@ -327,7 +336,6 @@ class GatheredTiles:
     ):
         """A part of the ``items``-th row tile of the CTA, that of work tile ``j``; the ``first``
         one finds its room free."""
-        atom, target, source = boxes
         query, block = Work.place(gmem, j)
         query, _ = Work.list_of(gmem, query)
         blocks, (slot, phase) = self.blocks_of_q(part), self.slot_of_q(items, part)
@@ -339,8 +347,10 @@ class GatheredTiles:
             size = len(blocks) * self.rows * LINE
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
         for x in blocks:
-            at = target[None, x, stage]
-            cute.copy(atom, source[None, block, x, query], at, tma_bar_ptr=barrier)
+            behind = len(boxes) > 1 and x >= CONTENT_BLOCKS  # of RoPE's tensor
+            atom, target, source = boxes[behind]
+            box = source[None, block, x - behind * CONTENT_BLOCKS, query]
+            cute.copy(atom, box, target[None, x, stage], tma_bar_ptr=barrier)
 
     def blocks_of_q(self, part: int) -> range:
         """Column blocks of Q that are loaded together."""

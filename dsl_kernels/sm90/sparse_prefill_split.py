@@ -11,7 +11,7 @@ Roles, shared memory and the timeline are those of sparse_prefill.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -32,12 +32,17 @@ __all__ = ["budget", "build", "feasible"]
 
 def build(spec: VariantSpec):
     """(callable, fake arguments by name) of one variant; see ``registry``."""
+    return Split(spec), fake_args(spec)
+
+
+def fake_args(spec: VariantSpec):
+    """Symbolic arguments of the exported function by name, in the order of ``__call__``."""
     made = sparse_prefill.fake_args(spec)
     h = made["q"].shape[1]
     names = ("b", "tokens", "slots", "units_plus_1")
     b, tokens, slots, units1 = (compat.sym(name=name) for name in names)
     read = ("q", "kv", "indices", "topk_length", "attn_sink")
-    return Split(spec), {
+    return {
         **{name: made[name] for name in read},
         "split_begin": compat.vector(Int32, units1),
         "units": compat.units_fake(Int32),
@@ -51,6 +56,26 @@ def build(spec: VariantSpec):
         "width": Int32(64),
         "ctas": Int32(1),
     }
+
+
+class Lists(NamedTuple):
+    """Rows of KV, and which of them each query token sees."""
+
+    kv: cute.Tensor
+    indices: cute.Tensor
+    topk_length: cute.Tensor
+    attn_sink: cute.Tensor
+
+
+class Merged(NamedTuple):
+    """What merge takes beside partial rows."""
+
+    split_begin: cute.Tensor
+    units: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    lse_factor: Float32
+    empty_lse: Float32
 
 
 class Split(SparsePrefill):
@@ -77,15 +102,26 @@ class Split(SparsePrefill):
         ctas: Int32,
         stream,
     ):
-        heads, rows = Int32(q.shape[1]), self.loads.rows
+        lists = Lists(kv, indices, topk_length, attn_sink)
+        merged = Merged(split_begin, units, out, lse, lse_factor, empty_lse)
+        self.launch_split(
+            (q,), lists, o_accum, lse_accum, merged, (softmax_scale, width, ctas), stream
+        )
+
+    def launch_split(self, queries, lists, o_accum, lse_accum, merged, numbers, stream):
+        """The kernel and the merge; ``queries``: a tensor, or content and RoPE."""
+        softmax_scale, width, ctas = numbers
+        s_q, heads, _ = queries[0].shape
+        heads, rows = Int32(heads), self.loads.rows
         blocks = compat.fast_divisor((heads + (rows - 1)) // rows)
-        pieces = compat.fast_divisor(o_accum.shape[0] // q.shape[0])
+        pieces = compat.fast_divisor(o_accum.shape[0] // s_q)
         gmem = Gmem(
-            kv, indices, topk_length, attn_sink, o_accum, None, lse_accum, heads, blocks,
-            softmax_scale * LOG2E, ctas, None, None, pieces, width,
+            *lists, o_accum, None, lse_accum, heads, blocks, softmax_scale * LOG2E, ctas, None,
+            None, pieces, width,
         )  # fmt: skip
-        self.launch(q, gmem, stream)
+        self.launch(queries, gmem, stream)
+        split_begin, units, out, lse, lse_factor, empty_lse = merged
         merge.launch(
-            merge.Decode(None, attn_sink), o_accum, lse_accum, split_begin, units, out, lse,
+            merge.Decode(None, lists.attn_sink), o_accum, lse_accum, split_begin, units, out, lse,
             lse_factor, empty_lse, stream,
         )  # fmt: skip

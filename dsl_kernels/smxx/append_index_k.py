@@ -144,29 +144,56 @@ class AppendIndexK:
         block, _, _ = cute.arch.block_idx()
         lane = tidx % quant.WARP
         token = block * WARPS + tidx // quant.WARP
-        dt = k.element_type
         compat.pdl_wait()
         compat.pdl_launch_dependents()
         if token < k.shape[0]:
-            at = k.iterator + (Int64(token) * k.stride[0] + lane * CHANNELS)
-            words = compat.load_words(at, CHANNELS * dt.width // 32)
-            slot = Int64(slot_mapping[token])
-            position = None if angles is None else angles.positions[token]
-            values = quant.to_f32(words, dt)
-            if cutlass.const_expr(norm is not None):
-                values = index_rope.normalise(values, norm, lane, dt)
-            if cutlass.const_expr(angles is not None):
-                values = index_rope.rotate(values, angles, position, lane, dt, self.neox, self.last)
-            if cutlass.const_expr(self.hadamard):
-                values = rounded(_hadamard(values, lane), dt)
-            scale = _scale(values, power_of_two)
-            quantised = quant.pack_e4m3([ptx("div.rn.f32", v, scale) for v in values])
-            if slot >= 0 and slot < Int64(cache.shape[0]) * PAGE:
-                row = Int64(slot) & (PAGE - 1)
-                page = cache.iterator + (Int64(slot) >> 6) * cache.stride[0]
-                compat.store_words(page + (row * INDEX_DIM + lane * CHANNELS), quantised)
-                if lane == 0:
-                    compat.store_words(page + (SCALES_AT + 4 * row), [scale.bitcast(Uint32)])
+            how = self.hadamard, self.neox, self.last
+            append_key(cache, k, slot_mapping, power_of_two, angles, norm, how, token, lane)
+
+
+@cute.jit
+def append_key(
+    cache: cute.Tensor,
+    k: cute.Tensor,
+    slot_mapping: cute.Tensor,
+    power_of_two: Int32,
+    angles: Any,  # rope.Angles, None: RoPE is applied
+    norm: Any,  # index_rope.Norm, None: keys are normalised
+    how: cutlass.Constexpr,  # (hadamard, neox, last): what the variant does
+    token: Any,
+    lane: Any,
+) -> None:
+    """Appends the warp's key, behind the wait for the previous grid."""
+    hadamard, neox, last = how
+    dt = k.element_type
+    at = k.iterator + (Int64(token) * k.stride[0] + lane * CHANNELS)
+    words = compat.load_words(at, CHANNELS * dt.width // 32)
+    slot = Int64(slot_mapping[token])
+    position = None if angles is None else angles.positions[token]
+    values = quant.to_f32(words, dt)
+    if cutlass.const_expr(norm is not None):
+        values = index_rope.normalise(values, norm, lane, dt)
+    if cutlass.const_expr(angles is not None):
+        turns = index_rope.load_angles(angles, position, lane, neox)
+        values = index_rope.rotate(values, turns, lane, dt, neox, last)
+    quantised, scale = quantise(values, power_of_two, lane, dt, hadamard)
+    if slot >= 0 and slot < Int64(cache.shape[0]) * PAGE:
+        row = Int64(slot) & (PAGE - 1)
+        page = cache.iterator + (Int64(slot) >> 6) * cache.stride[0]
+        compat.store_words(page + (row * INDEX_DIM + lane * CHANNELS), quantised)
+        if lane == 0:
+            compat.store_words(page + (SCALES_AT + 4 * row), [scale.bitcast(Uint32)])
+
+
+def quantise(
+    values: list[Any], power_of_two: Any, lane: Any, dt: Any, hadamard: bool
+) -> tuple[list[Any], Any]:
+    """(a lane's words of e4m3, the scale) of the warp's key or query, which ``hadamard``
+    multiplies before."""
+    if hadamard:
+        values = rounded(_hadamard(values, lane), dt)
+    scale = _scale(values, power_of_two)
+    return quant.pack_e4m3([ptx("div.rn.f32", v, scale) for v in values]), scale
 
 
 def _hadamard(values: list[Any], lane: Any) -> list[Any]:

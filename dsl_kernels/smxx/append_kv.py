@@ -259,32 +259,52 @@ def _append_kv(
     block, _, _ = cute.arch.block_idx()
     lane = tidx % quant.WARP
     token = block * WARPS + tidx // quant.WARP
-    dt = c_kv.element_type
     if token < c_kv.shape[0]:
-        # constants and addresses, while the previous grid is at work
-        content = c_kv.iterator + Int64(token) * c_kv.stride[0]
-        rope = None if k_rope is None else k_rope.iterator + Int64(token) * k_rope.stride[0]
-        compat.pdl_wait()
-        compat.pdl_launch_dependents()
-        position = None if angles is None else angles.positions[token]
-        slot = _slot(slot_mapping, token)
-        chunks, rope_words = quant.load_row(content, rope, lane, dt, cache.channels[0])
-        if cutlass.const_expr(norm is not None):
-            weight = rotary.load_weight(norm, lane, dt)
-        if cutlass.const_expr(angles is not None):
-            rotary.loads_are_issued()
-            turns = rotary.load_angles(angles, position, lane, neox)
-        if cutlass.const_expr(norm is not None):
-            chunks = rotary.normalise(chunks, weight, norm.eps, dt)
-        if cutlass.const_expr(angles is not None):
-            rope_words = rotary.rotate(rope_words, turns, lane, dt, neox)
-        store, writes_scales, store_scales = _quantised(cache, chunks, rope_words, dt, slot, lane)
-        page_size = cache.shape[1]
-        if slot >= 0 and slot < Int64(cache.shape[0]) * page_size:
-            # 2^31 tokens would be a pool of more than 1 TB: the quotient fits 32 bits
-            page, offset = divmod(Int32(slot), by_page)
-            at = (Int64(page), Int64(offset))
-            store(at)
+        append_token(
+            cache, c_kv, k_rope, slot_mapping, by_page, angles, norm, neox, token, lane
+        )  # fmt: skip
+
+
+@cute.jit
+def append_token(
+    cache: Any,  # stored.Fp8Cache, append_bytes.Target, stored.Rows16
+    c_kv: cute.Tensor,
+    k_rope: Any,  # None of a record without
+    slot_mapping: cute.Tensor,
+    by_page: compat.FastDivisor,
+    angles: Any,  # rope.Angles, None: RoPE is applied
+    norm: Any,  # rope.Norm, None: the content is normalised
+    neox: cutlass.Constexpr,
+    token: Any,
+    lane: Any,
+) -> None:
+    """Appends the warp's token, from the wait for the previous grid on."""
+    # constants and addresses, while the previous grid is at work
+    dt = c_kv.element_type
+    content = c_kv.iterator + Int64(token) * c_kv.stride[0]
+    rope = None if k_rope is None else k_rope.iterator + Int64(token) * k_rope.stride[0]
+    compat.pdl_wait()
+    compat.pdl_launch_dependents()
+    position = None if angles is None else angles.positions[token]
+    slot = _slot(slot_mapping, token)
+    chunks, rope_words = quant.load_row(content, rope, lane, dt, cache.channels[0])
+    if cutlass.const_expr(norm is not None):
+        weight = rotary.load_weight(norm, lane, dt)
+    if cutlass.const_expr(angles is not None):
+        rotary.loads_are_issued()
+        turns = rotary.load_angles(angles, position, lane, neox)
+    if cutlass.const_expr(norm is not None):
+        chunks = rotary.normalise(chunks, weight, norm.eps, dt)
+    if cutlass.const_expr(angles is not None):
+        rope_words = rotary.rotate(rope_words, turns, lane, dt, neox)
+    store, writes_scales, store_scales = _quantised(cache, chunks, rope_words, dt, slot, lane)
+    page_size = cache.shape[1]
+    if slot >= 0 and slot < Int64(cache.shape[0]) * page_size:
+        # 2^31 tokens would be a pool of more than 1 TB: the quotient fits 32 bits
+        page, offset = divmod(Int32(slot), by_page)
+        at = (Int64(page), Int64(offset))
+        store(at)
+        if cutlass.const_expr(writes_scales is not None):  # noqa: SIM102 (decided at trace time)
             if writes_scales():
                 store_scales(at)
 

@@ -86,10 +86,16 @@ def _sum(values: list[Any]) -> Any:
 
 
 def rotate(
-    values: list[Any], angles: Angles, position: Any, lane: Any, dt: Any, neox: bool, last: bool
+    values: list[Any],
+    angles: tuple[list[Any], list[Any]],
+    lane: Any,
+    dt: Any,
+    neox: bool,
+    last: bool,
 ) -> list[Any]:
-    """A lane's channels, the first 64 of the key turned, or the ``last``."""
-    cos, sin = _angles(angles, position, lane, neox)
+    """A lane's channels, the first 64 of the key turned, or the ``last``; ``angles``: what
+    ``load_angles`` gave."""
+    cos, sin = angles
     if neox:
         lower = (lane & PARTNER) == 0  # lanes that hold a
         others = [cute.arch.shuffle_sync_bfly(v, PARTNER) for v in values]
@@ -109,8 +115,10 @@ def rotate(
     return [Float32(cutlass.select_(own, t, v)) for t, v in zip(turned, values)]
 
 
-def _angles(angles: Angles, position: Any, lane: Any, neox: bool) -> tuple[list[Any], list[Any]]:
-    """(cos, sin) of a lane's pairs: four of style ``neox``, or two."""
+def load_angles(
+    angles: Angles, position: Any, lane: Any, neox: bool
+) -> tuple[list[Any], list[Any]]:
+    """Loads (cos, sin) of a lane's pairs: four of style ``neox``, or two."""
     table = angles.cos_sin
     dt, rows = table.element_type, table.shape[0]
     known = (position >= 0) & (position < rows)

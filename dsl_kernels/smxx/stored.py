@@ -29,8 +29,8 @@ class Stores(NamedTuple):
     """What a lane does with a token that is quantised, at (page, offset) of the cache."""
 
     store: Callable[[Any], None]  # content and RoPE
-    writes_scales: Callable[[], Any]  # whether this lane stores scales
-    store_scales: Callable[[Any], None]
+    writes_scales: Callable[[], Any] | None  # whether this lane stores scales; None: there are none
+    store_scales: Callable[[Any], None] | None
 
 
 class Fp8Cache(NamedTuple):
@@ -177,6 +177,13 @@ class Rows16(NamedTuple):
             compat.store_words(ptr, converted(words, dt, own))
         ptr = to + (KV_LORA_RANK + lane * ROPE_PER_LANE)
         compat.store_words(ptr, converted(rope_words, dt, own))
+
+    def quantised(
+        self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, _slot: Any, lane: Any
+    ) -> Stores:
+        """A token of one head as it is: the interface of caches that quantise."""
+        row = chunks, rope_words
+        return Stores(lambda at: self.store(row, dt, (*at, Int64(0)), lane), None, None)
 
 
 def converted(words: list[Any], dt: Any, to: Any) -> list[Any]:

@@ -98,6 +98,12 @@ def _indexer(model: Model) -> Iterator[VariantSpec]:
             op="append_index_k", arch=arch, in_dtype=model.of_rows, index_dtype=index,
             hadamard=int(model.hadamard), **turned, **positions,
         )  # fmt: skip
+        if turned and model.norm and model.rope != PLAIN:  # or the engine does their work
+            yield VariantSpec(
+                op="dsa_prologue", arch=arch, in_dtype=model.of_rows, index_dtype=index,
+                hadamard=int(model.hadamard), rope_style=model.rope, index_style=model.index_rope,
+                cos_sin_dtype=model.table, cache_dtype=model.dtype, **positions,
+            )  # fmt: skip
     for values in index_points(arch):
         if values["heads"] in model.index_heads:
             yield VariantSpec(op="index_logits", arch=arch, **values)

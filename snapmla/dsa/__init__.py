@@ -8,6 +8,7 @@ Its tests passed on an H200 and an H100 (profiles/results/gpu-tests-h100.md says
 as nothing compiled there).  The kernels of a step are in wheels; those of ``fetch_index_k``, of
 unusual dtypes, of norms and RoPE inside of ``append_index_k`` are compiled when they are asked for.
 
+prologue.py          ``prologue``: that, the latents' append and the queries, in one launch
 append_index_k.py    the indexer's keys into their pages, RoPE and Hadamard transform with them
 index_logits.py      a score for each query token and cached token
 select.py            ``select_topk``: the k highest scores of each row, as positions or slots
@@ -21,14 +22,17 @@ vllm_names.py        vLLM's
 from snapmla.dsa.append_index_k import append_index_k
 from snapmla.dsa.fetch import fetch_index_k
 from snapmla.dsa.index_logits import index_logits
+from snapmla.dsa.prologue import Prologue, prologue
 from snapmla.dsa.select import select_topk
 from snapmla.dsa.step import index_topk, index_topk_workspace
 
 __all__ = [
+    "Prologue",
     "append_index_k",
     "fetch_index_k",
     "index_logits",
     "index_topk",
     "index_topk_workspace",
+    "prologue",
     "select_topk",
 ]

@@ -160,7 +160,9 @@ def check_queries(q: torch.Tensor, w: torch.Tensor) -> int:
     return rows
 
 
-def check_cache(cache: torch.Tensor, device: torch.device | None = None) -> None:
+def check_cache(
+    cache: torch.Tensor, device: torch.device | None = None, name: str = "cache"
+) -> None:
     """Checks an index cache: bytes of a page side by side, pages multiples of 16 bytes apart."""
     if isinstance(cache, torch.Tensor) and cache.ndim == 2:
         shape: tuple[int | str, ...] = ("pages", PAGE_BYTES)
@@ -169,16 +171,16 @@ def check_cache(cache: torch.Tensor, device: torch.device | None = None) -> None
     else:
         shape = ("pages", PAGE, PAGE_BYTES // PAGE)
     if not isinstance(cache, torch.Tensor):
-        checks.type_error("cache", "a torch.Tensor", type(cache).__name__, MADE)
-    checks.tensor("cache", cache, (torch.uint8,), shape, device, MADE)
+        checks.type_error(name, "a torch.Tensor", type(cache).__name__, MADE)
+    checks.tensor(name, cache, (torch.uint8,), shape, device, MADE)
     if cache.shape[0] < 1:
-        checks.value_error("cache", "1 page or more", 0, MADE)
+        checks.value_error(name, "1 page or more", 0, MADE)
     if cache.numel() and not cache[0].is_contiguous():
-        checks.value_error("cache", "bytes of a page side by side", cache.stride(), LAYOUT)
+        checks.value_error(name, "bytes of a page side by side", cache.stride(), LAYOUT)
     if cache.shape[0] > 1 and (cache.stride(0) % ALIGN or cache.stride(0) < PAGE_BYTES):
         wanted = f"pages a multiple of {ALIGN} bytes apart, {PAGE_BYTES} or more"
-        checks.value_error("cache", wanted, f"{cache.stride(0)} bytes", MADE)
-    checks.aligned("cache", cache)
+        checks.value_error(name, wanted, f"{cache.stride(0)} bytes", MADE)
+    checks.aligned(name, cache)
 
 
 def pages(cache: torch.Tensor) -> torch.Tensor:

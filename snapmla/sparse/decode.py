@@ -18,10 +18,12 @@ from snapmla.decode_plan.choices import choices
 from snapmla.decode_plan.witness import Witness, check_witness, compared, no_offsets
 from snapmla.dispatch import pipeline_of
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.sparse import query as queries
 from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
 from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
+from snapmla.sparse.query import QueryPair
 from snapmla.sparse.rows_plan import MAKE_PLAN, SparseRowsPlan
 from snapmla.sparse.two_lists import Second
 
@@ -73,6 +75,8 @@ def sparse_decode(
     ``plan`` is then one of ``two_lists.as_one``.
     """
     options: Options = softmax_scale, lse_base, empty_lse
+    if not isinstance(q, _Tensor):
+        q = queries.as_given(q)
     if over_rows.is_rows(cache):
         if pipeline is not None:
             checks.value_error("pipeline", "None with a BF16 cache", pipeline, "it has one alone")
@@ -101,20 +105,30 @@ def _parts(call: Call) -> calls.Parts:
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
     extra, witness = call[10:]
     content, rope, token_scale = cache.asks
-    rows = q.__class__ is _Tensor
-    query, place = (q, 0) if rows else (q.nope_u8, q.place)
+    own: tuple[_Tensor, ...] = ()
+    if q.__class__ is _Tensor:
+        own, begins = (q,), (q.data_ptr(), 0)
+    elif q.__class__ is QueryPair:
+        own, begins = q, (q.nope.data_ptr(), q.rope.data_ptr())
+    else:
+        begins = q.nope_u8.data_ptr(), q.place
     optional = topk_length, attn_sink, out, lse, *_tensors_of(extra), *(witness or ())
     given = tuple([tensor for tensor in optional if tensor is not None])
     there = tuple([tensor is not None for tensor in optional])
     return (
-        (indices, q, *given) if rows else (indices, *given),
-        (options, options[0].__class__, out_dtype, there, rows, extra is None),
+        (indices, *own, *given),
+        (options, options[0].__class__, out_dtype, there, len(own), extra is None),
         (
-            content(), rope(), token_scale(), plan.o_accum.data_ptr(), query.data_ptr(),
-            indices.data_ptr(), place, cache.place,
+            content(), rope(), token_scale(), plan.o_accum.data_ptr(), *begins,
+            indices.data_ptr(), cache.place,
             *[tensor.data_ptr() for tensor in given],
         ),
     )  # fmt: skip
+
+
+def _own(q: Any) -> tuple[torch.Tensor, ...]:
+    """Tensors of a query of 16 bits; of a quantised one, which keeps its own, none."""
+    return (q,) if isinstance(q, torch.Tensor) else q if isinstance(q, QueryPair) else ()
 
 
 def _tensors_of(extra: Second | None) -> tuple[torch.Tensor | None, ...]:
@@ -132,20 +146,20 @@ def _places(call: Call, _: object) -> calls.Groups | None:
         check_reach(named("extra_cache", extra.cache))
         if extra.cache.format != cache.format or not extra.cache.stays:
             return None
-    rows = isinstance(q, torch.Tensor)
+    own = _own(q)
     if not (
         rows_of(q) == plan.rows_shape
         and cache.format == plan.cache_dtype
         and cache.device == q.device == plan.device
         and cache.stays
         and plan.stays
-        and (rows or q.stays)
+        and (own or q.stays)
     ):
         return None
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     read = indices, topk_length, attn_sink, *_tensors_of(extra), *(witness or ())
     tables = [overlap.span(t) for t in read if t is not None]
-    query = (overlap.span(q),) if rows else q.spans
+    query = tuple(map(overlap.span, own)) if own else q.spans
     return *results, (*query, *cache.spans, *plan.spans, *tables)
 
 
@@ -221,7 +235,10 @@ def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
         if isinstance(q, QuantizedQuery):
             hint = f"{record.about} takes queries as they are"
             checks.type_error("q", "a bfloat16 tensor", "a snapmla.QuantizedQuery", hint)
-        checks.query_of_rows(q, torch.bfloat16, 1, record.channels, checks.query_of(record))
+        if isinstance(q, QueryPair):
+            queries.check_pair(q, record)
+        else:
+            checks.query_of_rows(q, torch.bfloat16, 1, record.channels, checks.query_of(record))
     else:
         expect_query("q", q)
         expect_cache(cache)
@@ -259,7 +276,7 @@ def _check_apart(call: Call, plan: SparsePlan) -> None:
     q, cache, indices, topk_length, attn_sink, _, out, lse, *_, extra, witness = call
     names = ("extra_cache.kv", "extra_indices", "extra_length")
     read = {
-        **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
+        **named_query(q),
         **named("cache", cache),
         "indices": indices,
         "topk_length": topk_length,
@@ -270,6 +287,13 @@ def _check_apart(call: Call, plan: SparsePlan) -> None:
     }
     checks.apart("out", out, {**read, "lse": lse})
     checks.apart("lse", lse, read)
+
+
+def named_query(q: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a query as messages call them."""
+    if isinstance(q, QueryPair):
+        return q.named
+    return {"q": q} if isinstance(q, torch.Tensor) else named("q", q)
 
 
 def _both_lengths(plan: SparsePlan, indices: torch.Tensor, extra: Second) -> torch.Tensor:
@@ -296,7 +320,7 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
         plan.check(of_plan, *(witness or ()))
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
-    query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
+    query, strides = queries.arguments(q, ragged) if _own(q) else (q.arguments, ())
     entries = indices.unsqueeze(0) if ragged else indices
     lists: tuple[Any, ...] = entries, lengths
     if cache.format in two_lists.TAKEN:
@@ -306,7 +330,7 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
         ready.no_sink if attn_sink is None else attn_sink,
         *(ready.tables if witness is None else compared(ready.tables, witness)),
         out.unsqueeze(0) if ragged else out, lse.unsqueeze(0) if ragged else lse, *ready.rest,
-        0 if witness is None else 1,
+        0 if witness is None else 1, *strides,
     )  # fmt: skip
     return (out, lse), ready
 
@@ -348,9 +372,10 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     _check_plan_shape(plan, rows)
     _check_witness(plan, call[5], witness, extra)
     _, factor, empty = choices(False, *options[1:])
-    ragged, is_rows = len(rows) == 2, isinstance(q, torch.Tensor)
-    if isinstance(q, torch.Tensor):
-        read: tuple[Any, ...] = q.unsqueeze(0) if ragged else q, cache.memory_now()[0]
+    ragged, own = len(rows) == 2, _own(q)
+    if own:
+        own = tuple([part.unsqueeze(0) if ragged else part for part in own])
+        read: tuple[Any, ...] = own[0], cache.memory_now()[0]
     else:
         read = *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now()
     common = (
@@ -362,19 +387,21 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     ops = torch.ops.snapmla
     more: dict[str, Any] = {"p_terms": plan.p_terms}
-    if is_rows:
+    if own:
         more = {"cache_dtype": cache.format}
+        if len(own) > 1:
+            more["q_rope"] = own[1]
     if witness is not None:
         more |= witness.named
     make, write = (
         (ops.sparse_decode_rows, ops.sparse_decode_rows_out)
-        if is_rows
+        if own
         else (ops.sparse_decode, ops.sparse_decode_out)
     )
     if out is None and lse is None:
         made = make(*common, out_dtype or torch.bfloat16, **more)
         return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
-    like = q if isinstance(q, torch.Tensor) else q.rope
+    like = own[0] if own else q.rope
     if out is None:
         out = like.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
     if lse is None:

@@ -22,7 +22,9 @@ from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan.choices import choices
 from snapmla.plan import sm_count
 from snapmla.quant import QuantizedQuery, named
+from snapmla.sparse import query as queries
 from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
+from snapmla.sparse.query import QueryPair
 from snapmla.sparse.rows_kernel import kernel_of
 from snapmla.sparse.rows_plan import MAKE_PLAN, ROWS, SparseRowsPlan, plan_rows
 
@@ -63,9 +65,10 @@ def decode_rows(call: Call) -> tuple[Tensor, Tensor]:
 
 def _parts(call: Call) -> calls.Parts:
     optional = call.topk_length, call.attn_sink, call.out, call.lse
-    tensors = (call.q, call.indices, *[t for t in optional if t is not None])
+    q = call.q if call.q.__class__ is QueryPair else (call.q,)
+    tensors = (*q, call.indices, *[t for t in optional if t is not None])
     there = tuple([t is not None for t in optional])
-    told = (call.options, call.options[0].__class__, call.out_dtype, there)
+    told = (call.options, call.options[0].__class__, call.out_dtype, there, len(q))
     content, rope, _ = call.cache.asks
     where = (content(), rope(), call.cache.place, call.plan.o_accum.data_ptr())
     return tensors, told, (*where, *[t.data_ptr() for t in tensors])
@@ -85,7 +88,8 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     check_pages(cache)
     results = [() if t is None else (overlap.span(t),) for t in (call.out, call.lse)]
     tables = [t for t in (call.indices, call.topk_length, call.attn_sink) if t is not None]
-    read = (overlap.span(q), *cache.spans, *plan.spans, *map(overlap.span, tables))
+    query = q if isinstance(q, QueryPair) else (q,)
+    read = (*map(overlap.span, (*query, *tables)), *cache.spans, *plan.spans)
     return *results, read
 
 
@@ -120,7 +124,15 @@ def _expect(call: Call) -> None:
     if isinstance(q, torch.Tensor) and q.ndim == 3:
         hint = "a BF16 cache takes ragged query tokens as sequences of one: q.unsqueeze(1)"
         checks.value_error("q", "shape (b, s_q, num_heads, 576)", tuple(q.shape), hint)
-    checks.query_of_rows(q, torch.bfloat16, 1)
+    if isinstance(q, QueryPair):
+        queries.check_pair(q, FORMATS[cache.format])
+        if q.rope.ndim == 3:
+            hint = "a BF16 cache takes ragged query tokens as sequences of one"
+            checks.value_error(
+                "q_nope", "shape (b, s_q, num_heads, 512)", tuple(q.nope.shape), hint
+            )
+    else:
+        checks.query_of_rows(q, torch.bfloat16, 1)
     if plan is not None and not isinstance(plan, SparseRowsPlan):
         hint = "plan_sparse_decode makes it with cache_dtype='bf16'"
         checks.type_error("plan", "a snapmla.SparseRowsPlan or None", type(plan).__name__, hint)
@@ -156,7 +168,8 @@ def _checked(call: Call) -> Call:
         check_plan_shape(plan, rows)
     check_options(call, rows, device)
     read = {
-        "q": call.q, **named("cache", call.cache), "indices": call.indices,
+        **(call.q.named if isinstance(call.q, QueryPair) else {"q": call.q}),
+        **named("cache", call.cache), "indices": call.indices,
         "topk_length": call.topk_length, "attn_sink": call.attn_sink,
         "plan.o_accum": plan.o_accum, "plan.lse_accum": plan.lse_accum,
         "plan.split_begin": plan.split_begin, "plan.units": plan.units,
@@ -222,27 +235,33 @@ def _launch(call: Call, ready: Ready | None) -> tuple[tuple[Tensor, Tensor], Any
     if plan.s_q > 1:
         lists = lists.flatten(0, 1)[:, None]  # copied where tokens of a sequence lie apart
     sink = ready.no_sink if call.attn_sink is None else call.attn_sink
-    read = (call.q.flatten(0, 1), kv, lists, lengths, sink)
+    query = call.q if isinstance(call.q, QueryPair) else (call.q,)
+    read = (*[part.flatten(0, 1) for part in query], kv, lists, lengths, sink)
+    count = "two" if len(query) > 1 else "one"
     if plan.pieces == 1:
-        _whole(plan, read, (out, lse), ready)
+        _whole(plan, read, (out, lse), ready, count)
     else:
         *tables, o_accum, lse_accum = plan.arguments
-        kernel_of(plan.device, plan.row_tile, HEAD_DIM_QK, lists="split")(
+        kernel_of(plan.device, plan.row_tile, HEAD_DIM_QK, lists="split", query=count)(
             *read, *tables, out, lse, o_accum, lse_accum, *ready.numbers, plan.width, ready.ctas
         )
     return (out, lse), ready
 
 
 def _whole(
-    plan: SparseRowsPlan, read: tuple[Any, ...], results: tuple[Tensor, Tensor], ready: Ready
+    plan: SparseRowsPlan,
+    read: tuple[Any, ...],
+    results: tuple[Tensor, Tensor],
+    ready: Ready,
+    query: str,
 ) -> None:
-    """Lists that are not split; the LSE in the form that was asked for."""
+    """Lists that are not split; the LSE in the form that was asked for.  ``query``: an axis."""
     out, lse = results
     scale, factor, empty = ready.numbers
     most, sums = plan.lse_accum.view(2, plan.tokens, plan.num_heads)
     if plan.s_q == 1:
         sums = lse[..., 0]
-    kernel_of(plan.device, plan.row_tile, HEAD_DIM_QK)(
+    kernel_of(plan.device, plan.row_tile, HEAD_DIM_QK, query=query)(
         *read, out.flatten(0, 1), most, sums, scale, ready.ctas
     )
     if plan.s_q > 1:
@@ -264,19 +283,22 @@ def _traced(call: Call) -> tuple[Tensor, Tensor]:
     check_plan_shape(plan, rows)
     check_options(call, rows, call.q.device)
     _, factor, empty = choices(False, *options[1:])
+    q, more = call.q, {}
+    if isinstance(q, QueryPair):
+        q, more["q_rope"] = q
     common = (
-        call.q, call.cache.memory_now()[0], call.indices, call.topk_length, call.attn_sink,
+        q, call.cache.memory_now()[0], call.indices, call.topk_length, call.attn_sink,
         plan.split_begin, plan.units, plan.lengths, plan.o_accum, plan.lse_accum, plan.topk,
         plan.width, plan.row_tile, checks.softmax_scale(options[0]), factor, empty,
     )  # fmt: skip
     if call.out is None and call.lse is None:
-        made: tuple[Tensor, Tensor] = torch.ops.snapmla.sparse_decode_bf16(*common)
+        made: tuple[Tensor, Tensor] = torch.ops.snapmla.sparse_decode_bf16(*common, **more)
         return made
-    out = call.q.new_empty((*rows, KV_LORA_RANK)) if call.out is None else call.out
+    out = q.new_empty((*rows, KV_LORA_RANK)) if call.out is None else call.out
     lse = call.lse
     if lse is None:
-        lse = call.q.new_empty(lse_shape(rows), dtype=torch.float32)
-    torch.ops.snapmla.sparse_decode_bf16_out(*common, out, lse)
+        lse = q.new_empty(lse_shape(rows), dtype=torch.float32)
+    torch.ops.snapmla.sparse_decode_bf16_out(*common, out, lse, **more)
     return out, lse
 
 

@@ -15,12 +15,17 @@ __all__ = ["ROW_TILES", "kernel_of", "row_tile_of", "split_row_tile_of"]
 
 @functools.lru_cache(maxsize=64)
 def kernel_of(
-    device: torch.device, row_tile: int, d_qk: int, figures: str = "whole", lists: str = "one"
+    device: torch.device,
+    row_tile: int,
+    d_qk: int,
+    figures: str = "whole",
+    lists: str = "one",
+    query: str = "one",
 ) -> runtime.Kernel:
-    """The exported function; the last two are axes of the family ``sparse_prefill``."""
+    """The exported function; the last three are axes of the family ``sparse_prefill``."""
     spec = VariantSpec(
         op="sparse_prefill", arch=runtime.arch_of(device), row_tile=row_tile, d_qk=d_qk,
-        figures=figures, lists=lists,
+        figures=figures, lists=lists, query=query,
     )  # fmt: skip
     return runtime.kernel(spec, device.type)
 

@@ -60,8 +60,11 @@ def rows_of(given: Mapping[str, Any]) -> list[Row]:
 
 def pages_of(cache: Tensor) -> tuple[Tensor, Tensor]:
     """(keys (pages, 64, 128) e4m3, scales (pages, 64) fp32) of pages (pages, bytes), copied."""
-    keys = cache[:, :SCALES_AT].contiguous().view(E4M3).view(-1, PAGE, INDEX_DIM)
-    return keys, cache[:, SCALES_AT:PAGE_BYTES].contiguous().view(torch.float32)
+    keys, scales = (
+        part.clone(memory_format=torch.contiguous_format)  # one page's parts are contiguous views
+        for part in (cache[:, :SCALES_AT], cache[:, SCALES_AT:PAGE_BYTES])
+    )
+    return keys.view(E4M3).view(-1, PAGE, INDEX_DIM), scales.view(torch.float32)
 
 
 def fill_pages(cache: Tensor, keys: Tensor, scales: Tensor) -> None:

@@ -98,6 +98,19 @@ def _outside(got: Tensor, want: Tensor, gate: tuple[float, float]) -> Tensor:
     return ~((off <= gate[0]) | (off <= gate[1] * want.abs()) | (got == want))
 
 
+def queries(q: Tensor, apart: bool) -> dict[str, Tensor]:
+    """Arguments of queries (s_q, h, channels); ``apart``: content and RoPE in rows with gaps, which
+    are NaN, of one tensor each."""
+    if not apart:
+        return {"q": q}
+    content, rope = (
+        torch.full((*q.shape[:-1], n), math.nan, dtype=q.dtype, device=q.device)
+        for n in (D_V + 8, 192)
+    )
+    content[..., :D_V], rope[..., 128:] = q[..., :D_V], q[..., D_V:]
+    return {"q": content[..., :D_V], "q_rope": rope[..., 128:]}
+
+
 @dataclass(frozen=True)
 class PrefillJob:
     """A call of ``sparse_prefill``; poison wherever no entry that counts names a row.
@@ -111,6 +124,7 @@ class PrefillJob:
         indexer_topk: entries of a list that the indexer chose, where their LSE is asked for.
         width: entries of a piece where lists are split; results are then those of merge, without
             largest logits.
+        apart: whether content and RoPE of queries are a tensor each.
     """
 
     q: Tensor
@@ -123,6 +137,7 @@ class PrefillJob:
     rows: int = 64
     indexer_topk: int | None = None
     width: int | None = None
+    apart: bool = False
 
     @classmethod
     def draw(
@@ -171,7 +186,7 @@ class PrefillJob:
         job = cls(
             q.bfloat16().contiguous(), kv[..., :d], indices, counts, sinks, d**-0.5, ctas,
             spec.row_tile, TILE if spec.figures == "indexer" else None,
-            TILE if spec.lists == "split" else None,
+            TILE if spec.lists == "split" else None, spec.query == "two",
         )  # fmt: skip
         job._poison(kv)
         return job
@@ -210,7 +225,7 @@ class PrefillJob:
         none = torch.zeros(0, device=device)
         figures = [torch.full((s_q, heads), math.nan, device=device) for _ in range(3)]
         given = {
-            "q": self.q, "kv": self.kv, "indices": self.indices,
+            **queries(self.q, self.apart), "kv": self.kv, "indices": self.indices,
             "topk_length": none.int() if self.lengths is None else self.lengths,
             "attn_sink": none if self.sink is None else self.sink,
             "out": torch.full((s_q, heads, D_V), math.nan, device=device).bfloat16(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsl_kernels.cache_records.ds_mla import LEAST_SCALE
 from dsl_kernels.cache_records.ds_mla import RECORD as DS_MLA
 from dsl_kernels.cache_records.record import ZEROS, Record
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, TOKEN_TILE
+from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM, TOKEN_TILE
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
@@ -38,12 +38,13 @@ MIMIC_FACTOR = 1.1
 SLACK, SLACK_OF_FRAMES = 1e-4, 2.5e-3
 # The exported function's, in order (dsl_kernels/smxx/record_entry.py).
 ARGUMENTS = (
-    "q", "cache", "indices", "topk_length", "attn_sink", "work_items", "part_begin", "split_begin",
-    "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",
-    "lse_factor", "empty_lse", "may_split", "witness",
+    "q", "q_rope", "cache", "indices", "topk_length", "attn_sink", "work_items", "part_begin",
+    "split_begin", "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum",
+    "softmax_scale", "lse_factor", "empty_lse", "may_split", "witness", "q_stride",
+    "q_rope_stride",
 )  # fmt: skip
 # And where there may be two lists (dsl_kernels/smxx/two_list_entry.py).
-TWO_LISTS = (*ARGUMENTS[:4], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[4:])
+TWO_LISTS = (*ARGUMENTS[:5], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[5:])
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
 HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn
 GROUP_POWERS = (0.0, -20.0, -10.0, -5.0)  # log2 of the groups' sizes in ``groups``, in turn
@@ -61,11 +62,14 @@ class RecordShape(SparseShape):
             30; swings of 200 nats between tiles; queries that equal a token; RoPE of 1e3; groups
             2^20 apart; scales of 0, 2^-126 and on.
         powers: whether scales are powers of two.
+        two_tensors: whether content and RoPE of queries are a tensor each, where the cache has RoPE
+            apart.
         extra_topk, extra_lengths, extra_page_size: of a second list and its cache; of no entries
             there is none.
     """
 
     powers: bool = False
+    two_tensors: bool = False
     extra_topk: int = 0
     extra_lengths: tuple[int, ...] = ()
     extra_page_size: int = 64
@@ -227,7 +231,7 @@ class RecordJob(SparseJob):
         extra_cache, extra_indices, _ = self.extra or nothing
         lists = [x.unflatten(0, (b_q, shape.s_q)) for x in (self.indices, extra_indices)]
         given = {
-            "q": self.q16, "cache": self.cache, "indices": lists[0],
+            **self._query(), "cache": self.cache, "indices": lists[0],
             "extra_cache": extra_cache, "extra_indices": lists[1],
             "extra_length": torch.tensor(shape.extra_lengths, dtype=torch.int32),
             "topk_length": self.lengths, "attn_sink": self.sink,
@@ -239,6 +243,19 @@ class RecordJob(SparseJob):
             "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
         return {name: given[name] for name in self.argument_names}
+
+    def _query(self) -> dict[str, Any]:
+        """Arguments of the query: one tensor, or with ``two_tensors``, where RoPE is apart, content
+        and RoPE in one each, rows with gaps, NaN in them."""
+        q, channels = self.q16, self.record.channels
+        if not self.shape.two_tensors or self.record.rope is None:
+            return {"q": q, "q_rope": q, "q_stride": channels, "q_rope_stride": channels}
+        content, wide = channels - QK_ROPE_HEAD_DIM, 192
+        rows = torch.full((*q.shape[:-1], content + 8), math.nan, dtype=q.dtype)[..., :content]
+        rope = torch.full((*q.shape[:-1], wide), math.nan, dtype=q.dtype)[..., -QK_ROPE_HEAD_DIM:]
+        rows.copy_(q[..., :content])
+        rope.copy_(q[..., content:])
+        return {"q": rows, "q_rope": rope, "q_stride": content + 8, "q_rope_stride": wide}
 
     # ---------------------------------------------------------------- truth
 

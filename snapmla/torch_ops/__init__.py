@@ -25,7 +25,8 @@ this is inference.
 sequence that they do not cover then become NaN.
 ``append_index_k``, ``index_logits_out``, ``index_topk`` and ``fetch_index_k_out`` are those of
 ``snapmla.dsa``, whose ``q`` is bytes, too; ``unit_rows`` 0 chooses.  ``keys`` of bytes have
-``scales`` beside them, keys that are multiplied out have none.
+``scales`` beside them, keys that are multiplied out have none.  ``dsa_prologue`` is
+``snapmla.dsa.prologue``: the KV cache as to the appends, beside its format's name, ``out_q`` bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``append_index_k``, ``fetch_index_k``, ``index_logits``, ``index_topk``: over an index cache."""
+"""``append_index_k``, ``fetch_index_k``, ``index_logits``, ``index_topk``: over an index cache;
+``dsa_prologue``: over that and a KV cache."""
 
 from __future__ import annotations
 
@@ -7,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapmla import checks
+from dsl_kernels.families.formats import FORMATS
+from snapmla import checks, layouts
+from snapmla.cache import PagedKVCache
 from snapmla.dsa import fetch, step
 from snapmla.dsa.append_index_k import Append
 from snapmla.dsa.append_index_k import now as append_now
 from snapmla.dsa.index_logits import Call
 from snapmla.dsa.index_logits import now as logits_now
+from snapmla.dsa.prologue import Call as PrologueCall
+from snapmla.dsa.prologue import Prologue
+from snapmla.dsa.prologue import now as prologue_now
 from snapmla.fetch import Tokens
 from snapmla.torch_ops.operator import Operator
 
@@ -86,12 +92,44 @@ def _fetch_index_k_out(
     fetch.now(fetch.Fetch(cache, Tokens(where, None, cu_seqlens, seq_starts), out, None))
 
 
+def _dsa_prologue(
+    content: Tensor,
+    rope: Tensor | None,
+    scale: Tensor | None,
+    cache_dtype: str,
+    scale_fmt: str | None,
+    *rest: Any,
+) -> None:
+    checks.choice("cache_dtype", cache_dtype, FORMATS)
+    if FORMATS[cache_dtype].named:
+        cache = PagedKVCache.from_tensors(content, format=cache_dtype, scale_fmt=scale_fmt)
+    elif FORMATS[cache_dtype].rows:
+        cache = PagedKVCache.from_tensors(content)
+    else:
+        cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
+    *given, out_q, out_weights, out_rope = rest
+    out = Prologue(_codes(out_q), out_weights, out_rope)
+    call: Any = (cache, *given, out)
+    prologue_now(PrologueCall(*call))
+
+
 OPERATORS = (
     Operator(
         "append_index_k(Tensor(a!) cache, Tensor k, Tensor slot_mapping, Tensor? positions, "
         "Tensor? cos_sin_cache, Tensor? norm_weight, Tensor? norm_bias, str scale, bool hadamard, "
         "bool is_neox, float norm_eps, bool rope_last=False) -> ()",
         _append_index_k,
+    ),
+    Operator(
+        "dsa_prologue(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, str cache_dtype, "
+        "str? scale_fmt, Tensor c_kv, Tensor k_rope, Tensor slot_mapping, "
+        "Tensor(d!) index_cache, Tensor index_k, Tensor index_slot_mapping, Tensor index_q, "
+        "Tensor index_weights, Tensor? q_rope, Tensor positions, Tensor cos_sin_cache, "
+        "Tensor norm_weight, Tensor index_norm_weight, Tensor index_norm_bias, float norm_eps, "
+        "float index_norm_eps, float weight_scale, bool is_neox, bool index_is_neox, "
+        "str index_scale, bool hadamard, Tensor(e!) out_q, Tensor(f!) out_weights, "
+        "Tensor(g!)? out_rope) -> ()",
+        _dsa_prologue,
     ),
     Operator(
         "index_logits_out(Tensor q, Tensor w, Tensor cache, Tensor block_table, "

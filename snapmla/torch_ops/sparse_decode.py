@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
 from dsl_kernels.families.formats import FORMATS
 from snapmla import byte_cache, checks, layouts, quant
 from snapmla.cache import PagedKVCache
@@ -20,6 +20,7 @@ from snapmla.dispatch import PIPELINES
 from snapmla.sparse import rows, two_lists
 from snapmla.sparse.lists import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
+from snapmla.sparse.query import QueryPair, arguments, check_pair
 from snapmla.sparse.rows_plan import STATIC, TENSORS, SparseRowsPlan
 from snapmla.torch_ops import pytrees
 from snapmla.torch_ops.decode import check_query
@@ -45,7 +46,8 @@ _PIECES = (
 _BF16_OUT = "Tensor(d!) out, Tensor(e!) lse"
 _OUT = "Tensor(c!) out, Tensor(d!) lse"
 _OPTIONS = f"int p_terms=1, {WITNESS}"
-_ROW_OPTIONS = f"str cache_dtype='{FORMAT}', {WITNESS}"
+_Q_ROPE = "Tensor? q_rope=None"
+_ROW_OPTIONS = f"str cache_dtype='{FORMAT}', {WITNESS}, {_Q_ROPE}"
 
 
 def _planes(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -87,16 +89,28 @@ def _record(cache_dtype: str) -> Record:
     return FORMATS[cache_dtype]
 
 
-def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT, **witness: Any) -> None:
+def _rows_out(
+    q: Tensor,
+    kv: Tensor,
+    *rest: Any,
+    cache_dtype: str = FORMAT,
+    q_rope: Tensor | None = None,
+    **witness: Any,
+) -> None:
     record = _record(cache_dtype)
-    checks.query_rows(tuple(q.shape[:3]))
-    shape = ("b", "s_q", "num_heads", record.channels)
-    checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
-    checks.contiguous("q", q)
     checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
+    query = q if q_rope is None else QueryPair(q, q_rope)
+    if isinstance(query, QueryPair):
+        check_pair(query, record)
+    else:
+        checks.query_rows(tuple(q.shape[:3]))
+        shape = ("b", "s_q", "num_heads", record.channels)
+        checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
+        checks.contiguous("q", q)
     if len(record.planes) > 1 or record.two_lists:  # whose kernels ask no strides of tokens
         byte_cache.check(record, kv)
-    _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest, **witness)
+    tensors, strides = arguments(query, ragged=False)
+    _launch(tensors, (kv.squeeze(2),), cache_dtype, 1, *rest, strides=strides, **witness)
 
 
 def _launch(
@@ -125,6 +139,7 @@ def _launch(
     *,
     cu_seqlens_q: Tensor | None = None,
     row_seqlens: Tensor | None = None,
+    strides: tuple[int, ...] = (),
 ) -> None:
     """Checks what is common to both, and launches the kernel of a format."""
     q = query[0]
@@ -157,7 +172,7 @@ def _launch(
     variant.kernel(out.dtype)(
         *query, *cache, indices, topk_length, *second, sink, *own, out, lse, *tables[-2:],
         checks.softmax_scale(softmax_scale), lse_factor, empty_lse, int(may_split),
-        int(witness is not None),
+        int(witness is not None), *strides,
     )  # fmt: skip
 
 
@@ -181,24 +196,28 @@ def _check_lists(indices: Tensor) -> None:
 
 
 def _fake_rows(
-    *arguments: Any, cache_dtype: str = FORMAT, **_witness: Any
+    *given: Any, cache_dtype: str = FORMAT, q_rope: Tensor | None = None, **_witness: Any
 ) -> tuple[Tensor, Tensor]:
-    q, _, indices = arguments[:3]
-    shape = ("b", "s_q", "num_heads", _record(cache_dtype).channels)
-    checks.tensor("q", q, (torch.bfloat16,), shape)
+    q, _, indices = given[:3]
+    channels = _record(cache_dtype).channels - (0 if q_rope is None else QK_ROPE_HEAD_DIM)
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", channels))
+    if q_rope is not None:
+        shape = (*q.shape[:3], QK_ROPE_HEAD_DIM)
+        checks.tensor("q_rope", q_rope, (torch.bfloat16,), shape)
     _check_lists(indices)
-    return new_results(q, arguments[-1])
+    return new_results(q, given[-1])
 
 
-def _bf16(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return rows.launch_now(_call_of_rows(*arguments))
+def _bf16(*given: Any, q_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return rows.launch_now(_call_of_rows(q_rope, *given))
 
 
-def _bf16_out(*arguments: Any) -> None:
-    rows.launch_now(_call_of_rows(*arguments))
+def _bf16_out(*given: Any, q_rope: Tensor | None = None) -> None:
+    rows.launch_now(_call_of_rows(q_rope, *given))
 
 
 def _call_of_rows(
+    q_rope: Tensor | None,
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -218,8 +237,7 @@ def _call_of_rows(
     *results: Tensor,
 ) -> rows.Call:
     """The call, whose plan is what its tables and numbers are of."""
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
-    b, s_q, heads, _ = q.shape
+    b, s_q, heads, _ = _check_bf16(q, q_rope)
     checks.integer("width", width, TOKEN_TILE)
     if width % TOKEN_TILE:
         checks.value_error("width", f"a multiple of {TOKEN_TILE}", width)
@@ -231,14 +249,25 @@ def _call_of_rows(
     options = softmax_scale, base, "+inf" if empty_lse > 0 else "-inf"
     out, lse = results or (None, None)
     cache = PagedKVCache.from_tensors(kv)
+    query = q if q_rope is None else QueryPair(q, q_rope)
     return rows.Call(
-        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, torch.bfloat16
+        query, cache, indices, topk_length, attn_sink, plan, out, lse, options, torch.bfloat16
     )
 
 
-def _fake_bf16(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _check_bf16(q: Tensor, q_rope: Tensor | None) -> Any:
+    """(b, s_q, num_heads, channels) of a query that is checked."""
+    channels = HEAD_DIM_QK if q_rope is None else KV_LORA_RANK
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", channels))
+    if q_rope is not None:
+        shape = (*q.shape[:3], QK_ROPE_HEAD_DIM)
+        checks.tensor("q_rope", q_rope, (torch.bfloat16,), shape)
+    return q.shape
+
+
+def _fake_bf16(*arguments: Any, q_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
     q, kv, indices = arguments[:3]
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    _check_bf16(q, q_rope)
     checks.tensor("kv", kv, (torch.bfloat16,), ("num_pages", "page_size", 1, HEAD_DIM_QK))
     checks.tensor("indices", indices, (torch.int32,), (*q.shape[:2], "topk"))
     return new_results(q, torch.bfloat16)
@@ -273,8 +302,14 @@ OPERATORS = (
     Operator(
         f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}, *, {_ROW_OPTIONS}) -> ()", _rows_out
     ),
-    Operator(f"sparse_decode_bf16({_ROWS}{_PIECES}) -> (Tensor, Tensor)", _bf16, _fake_bf16),
-    Operator(f"sparse_decode_bf16_out({_ROWS}{_PIECES}, {_BF16_OUT}) -> ()", _bf16_out),
+    Operator(
+        f"sparse_decode_bf16({_ROWS}{_PIECES}, *, {_Q_ROPE}) -> (Tensor, Tensor)",
+        _bf16,
+        _fake_bf16,
+    ),
+    Operator(
+        f"sparse_decode_bf16_out({_ROWS}{_PIECES}, {_BF16_OUT}, *, {_Q_ROPE}) -> ()", _bf16_out
+    ),
 )
 
 register_plan(SparsePlan)

@@ -49,7 +49,7 @@ def test_helper_axes_are_complete() -> None:
     ds_mla = 2 + 2 + 3  # append_kv by index, and with norm and RoPE by table; fetch_dequant by mode
     v4 = 2 + 1 + 3  # append_kv by index, and with RoPE; fetch_dequant by mode
     logits = 3 + 4  # index_logits of 64 heads, of 32, by rows
-    index = 7 + 3 + logits  # select_topk; append_index_k, index_rows, fetch_index_k
+    index = 7 + 4 + logits  # select_topk; append_index_k, dsa_prologue, index_rows, fetch_index_k
     merging = 2 + 2 * 2 * 3 + 1  # merge; merge_states by dtypes and mode, and of 128 channels
     assert len(helpers) == 3 + merging + index + 3 * (2 + 2 + 4) + rotating + rows + ds_mla + v4
 
@@ -334,8 +334,8 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
         rows = {s for s in helpers if dict(s.values).get("cache_dtype", "fp8") != "fp8"}
         wide = {s for s in helpers if s.op == "fetch_dequant" and s.index_dtype == "i64"}
         assert helpers - rotating - rows - wide - declared <= set(chosen) and wide & set(chosen)
-        assert len(rotating & set(chosen)) == 4
-        assert len(rows & set(chosen)) == 4 + 2 * 2, "of records of bytes one an op"
+        assert len(rotating & set(chosen)) == 4 + 2, "dsa_prologue has no others"
+        assert len(rows & set(chosen)) == 4 + 2 * 2 + 1, "of records of bytes one an op"
     assert len(helpers & set(chosen)) < len(helpers)
     assert chosen == [s for s in every if s in set(chosen)] == matrix.sample_specs(arch)
 

@@ -62,6 +62,12 @@ def step(model: Model) -> None:
         )
         for index in map(INTS.__getitem__, model.indices):
             append(model, cache, dtype, index)
+            if (
+                model.indexed
+                and model.norm
+                and dispatch.PLAIN not in (model.rope, model.index_rope)
+            ):
+                prologue(model, cache, dtype, index)
         if model.prefill or (model.sparse_prefill and fmt.named):
             fetch(model, cache, dtype)
         for heads in model.heads:
@@ -76,6 +82,22 @@ def step(model: Model) -> None:
                 prefill_dense(model, heads)
     if model.indexed:
         choose(model)
+
+
+def prologue(
+    model: Model, cache: snapmla.PagedKVCache, dtype: torch.dtype, index: torch.dtype
+) -> None:
+    """Both appends, and the indexer's queries."""
+    zeros = lambda *shape: torch.zeros(TOKENS, *shape, dtype=dtype)
+    positions, table = turning(model, TOKENS, index)
+    dsa.prologue(
+        cache, zeros(512), zeros(64), torch.arange(TOKENS, dtype=index),
+        torch.zeros(2, 64, 132, dtype=torch.uint8), zeros(128), zeros(64, 128), zeros(64),
+        positions, table, norm_weight=torch.ones(512, dtype=dtype),
+        index_norm_weight=torch.ones(128), index_norm_bias=torch.ones(128),
+        is_neox=model.rope == "neox", index_is_neox=model.index_rope == "neox",
+        hadamard=model.hadamard,
+    )  # fmt: skip
 
 
 def choose(model: Model) -> None:

@@ -424,6 +424,7 @@ def index_calls(device: str) -> dict[str, tuple[Any, ...]]:
     q = torch.full((2, 64, 128), 0x38, dtype=torch.uint8, device=device)
     return {
         "append_index_k": (cache, keys, slots, *[None] * 4, "ue8m0", True, True, 1e-6),
+        "dsa_prologue": prologue_call(device),
         "index_logits_out": (
             q, torch.ones(2, 64, device=device), cache, torch.tensor([[1, 0]], **ints),
             torch.tensor([3], **ints),
@@ -431,6 +432,23 @@ def index_calls(device: str) -> dict[str, tuple[Any, ...]]:
         ),
         **step_calls(device),
     }  # fmt: skip
+
+
+def prologue_call(device: str) -> tuple[Any, ...]:
+    """Of a layer's projections."""
+    ones = lambda *shape: torch.ones(shape, dtype=torch.bfloat16, device=device)
+    wide = {"dtype": torch.float32, "device": device}
+    slots = torch.tensor([127, -1], device=device)
+    return (
+        torch.zeros(2, 64, 1, 656, dtype=torch.uint8, device=device), None, None, "fp8_ds_mla",
+        None, ones(2, 512), ones(2, 64), slots,
+        torch.zeros(2, 64, 132, dtype=torch.uint8, device=device), ones(2, 128), slots.clone(),
+        ones(2, 32, 128), ones(2, 32), ones(2, 2, 64), torch.arange(2, device=device),
+        torch.rand(9, 64, device=device), ones(512), torch.ones(128, **wide),
+        torch.ones(128, **wide), 1e-6, 1e-6, 0.1, False, True, "ue8m0", False,
+        torch.zeros(2, 32, 128, dtype=torch.uint8, device=device), torch.zeros(2, 32, **wide),
+        ones(2, 2, 64),
+    )  # fmt: skip
 
 
 def step_calls(device: str) -> dict[str, tuple[Any, ...]]:
@@ -539,7 +557,8 @@ NAMES = (
     "decode_out", "dense_decode", "dense_decode_out", "sparse_decode", "sparse_decode_out",
     "sparse_decode_rows", "sparse_decode_rows_out", "sparse_decode_bf16",
     "sparse_decode_bf16_out", "fetch_dequant", "fetch_dequant_out",
-    "merge_states", "merge_states_out", "append_index_k", "index_logits_out", "index_topk",
+    "merge_states", "merge_states_out", "append_index_k", "dsa_prologue", "index_logits_out",
+    "index_topk",
     "index_topk_out", "fetch_index_k_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
     "fetch_bytes_out", "select_topk", "select_topk_out",
     "sparse_prefill", "sparse_prefill_out", "mha_prefill", "mha_prefill_out",

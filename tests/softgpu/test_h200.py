@@ -196,7 +196,7 @@ def test_a_wrong_model_is_noticed(record: Record, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_compiler
-@pytest.mark.variants("[!dms]*_sm90a")
+@pytest.mark.variants("[!dms]*_sm90a,dsa_prologue_*_sm90a")
 def test_helper_kernels(record: Record, spec: VariantSpec) -> None:
     assert_equal(record_softgpu.replay_variant(record, recorded(record, spec.name)))
 

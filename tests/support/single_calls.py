@@ -481,6 +481,26 @@ def append_index_k() -> Made:
     }  # fmt: skip
 
 
+def dsa_prologue() -> Made:
+    def call(
+        kv: Tensor, index_q_out: Tensor, weights_out: Tensor, rope_out: Tensor, **t: Tensor
+    ) -> None:  # fmt: skip
+        out = dsa.Prologue(index_q_out, weights_out, rope_out)
+        dsa.prologue(PagedKVCache.from_tensors(kv, format="fp8_ds_mla"), **t, out=out)
+
+    return call, {
+        "kv": torch.zeros(1, P, 1, 656, dtype=U8), "c_kv": normal(1, 512),
+        "k_rope": normal(1, 64), "slot_mapping": numbers(0, dtype=I64),
+        "index_cache": torch.zeros(1, P, 132, dtype=U8), "index_k": normal(1, 128),
+        "index_q": normal(1, 32, 128), "index_weights": normal(1, 32),
+        "positions": numbers(0, dtype=I64), "cos_sin_cache": normal(1, 64, dtype=torch.float32),
+        "norm_weight": normal(512), "index_norm_weight": torch.rand(128),
+        "index_norm_bias": torch.rand(128), "q_rope": normal(1, 1, 64),
+        "index_q_out": torch.zeros(1, 32, 128, dtype=U8).view(E4M3),
+        "weights_out": torch.zeros(1, 32), "rope_out": normal(1, 1, 64),
+    }  # fmt: skip
+
+
 def index_logits() -> Made:
     def call(**t: Tensor) -> None:
         dsa.index_logits(**t, unit_rows=2)
@@ -606,9 +626,9 @@ CALLS: dict[str, Callable[[], Made]] = {
         sparse_decode, sparse_decode_bytes, sparse_decode_rows, two_lists, flash_mla_dense,
         flash_mla_records, snapmla_names, snapmla_pool, snapmla_fetch, merge_state, merge_stack,
         mha_prefill, mha_whole_keys, flash_mla_varlen, flash_attention_varlen, sparse_prefill,
-        sparse_prefill_fp8, append_index_k, index_logits, index_topk, index_topk_ragged,
-        select_topk, fetch_index_k, deep_gemm_paged, deep_gemm_prompt, vllm_persistent,
-        vllm_gather, vllm_append,
+        sparse_prefill_fp8, append_index_k, dsa_prologue, index_logits, index_topk,
+        index_topk_ragged, select_topk, fetch_index_k, deep_gemm_paged, deep_gemm_prompt,
+        vllm_persistent, vllm_gather, vllm_append,
     )
 } | {
     "vllm_decode": lambda: vllm_topk("seq_lens"),

@@ -33,11 +33,12 @@ CALLED_FOR = (
 
 # Of the test set, left to ``--whole-matrix``: SM100 has never run, and pages of 16 tokens stand for
 # those that are no tile (built and run, one takes as long as 25 CPU seconds); a thousand threads
-# run SM90's source for each row of scores; sparse decode there has one small problem of its own
-# every day (test_sparse_blackwell.py).
+# run SM90's source for each row of scores, and the prologue is SM90's, too; sparse decode there has
+# one small problem of its own every day (test_sparse_blackwell.py).
 RARELY = (
     "decode_ws_r64_p32_obf16_sm100a", "decode_ws_r64_p128_obf16_sm100a",
     "select_topk_t1024_e8_c1_sm100a", "sparse_decode_ws_r64_obf16_sm100a",
+    "dsa_prologue_xbf16_ii64_sm100a",
 )  # fmt: skip
 
 

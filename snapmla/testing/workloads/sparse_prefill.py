@@ -12,7 +12,7 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla.testing.prefill_job import PrefillJob
+from snapmla.testing.prefill_job import PrefillJob, queries
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
@@ -52,10 +52,11 @@ def recorded(case: Case, run: Runner) -> Recorded:
     lengths = bits.below(topk + 1, (s_q,)).astype(np.int32)
     out = run.full((s_q, heads, KV_LORA_RANK), 5.0, torch.bfloat16)
     most, lse, first = (run.full((s_q, heads), 5.0) for _ in range(3))
+    query = queries(exact.as_tensor(q, torch.bfloat16, device), spec.query == "two")
     if spec.lists == "split":
         given = _pieces(run.full, (s_q, heads, topk), out, lse, 3)
         run.call(
-            case.variant, q=exact.as_tensor(q, torch.bfloat16, device),
+            case.variant, **query,
             kv=exact.as_tensor(kv, torch.bfloat16, device), indices=run.there(indices),
             topk_length=run.there(lengths), attn_sink=run.full((heads,), 0.5),
             softmax_scale=exact.SOFTMAX_SCALE, **given,
@@ -63,7 +64,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
         return exact.results((q, kv, indices, lengths), out[None], lse[None])
     more = {"lse_indexer": first, "indexer_tiles": 1} if spec.figures == "indexer" else {}
     run.call(
-        case.variant, q=exact.as_tensor(q, torch.bfloat16, device),
+        case.variant, **query,
         kv=exact.as_tensor(kv, torch.bfloat16, device), indices=run.there(indices),
         topk_length=run.there(lengths), attn_sink=run.full((heads,), 0.5), out=out, max_logits=most,
         lse=lse, softmax_scale=exact.SOFTMAX_SCALE, ctas=3, **more,
@@ -105,7 +106,8 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     topk = min(TOPK, s_kv)
     blocks = -(-h // spec.row_tile)
     given = {
-        "q": source.normal(s_q, h, d), "kv": source.normal(s_kv, 1, d),
+        **queries(source.normal(s_q, h, d), spec.query == "two"),
+        "kv": source.normal(s_kv, 1, d),
         "indices": source.below(s_kv, s_q * topk).view(s_q, 1, topk).int(),
         "topk_length": source.i32([]), "attn_sink": source.full(0),
         "out": source.full(s_q, h, KV_LORA_RANK, dtype=torch.bfloat16),
@@ -128,7 +130,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 
 def public(_spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.sparse_prefill``; where lists are split ``snapmla.decode`` with ``indices``."""
-    if "width" in given:
+    if "width" in given or "q_rope" in given:
         return _public_decode(given)
     from snapmla.sparse.prefill import sparse_prefill
 
@@ -145,15 +147,17 @@ def _public_decode(given: Mapping[str, Any]) -> Callable[[], Any]:
     import snapmla
 
     q, indices = given["q"][:, None], given["indices"]
+    query = (q, given["q_rope"][:, None]) if "q_rope" in given else q
     s_q, _, heads, _ = q.shape
     cache = snapmla.PagedKVCache.from_tensors(given["kv"][:, None])
     plan = snapmla.plan_sparse_decode(
         heads, 1, topk=indices.shape[-1], batch=s_q, device=q.device, cache_dtype="bf16",
-        fixed_split_tokens=given["width"],
+        fixed_split_tokens=given.get("width"),
     )  # fmt: skip
+    split = "width" in given  # else results are those of prompts
+    results = {name: given[name] for name in ("out", "lse") if split}
     return lambda: snapmla.decode(
-        q, cache, indices=indices, softmax_scale=given["softmax_scale"], plan=plan,
-        out=given["out"], lse=given["lse"],
+        query, cache, indices=indices, softmax_scale=given["softmax_scale"], plan=plan, **results
     )  # fmt: skip
 
 

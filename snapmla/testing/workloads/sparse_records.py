@@ -51,7 +51,10 @@ def shapes(spec: VariantSpec) -> tuple[RecordShape, ...]:
     even, odd = HEADS[spec.row_tile]
     return (
         RecordShape(odd, 200, (200, 70), 53, s_q=2, layout="packed", sink=True, parts=3),
-        RecordShape(even, 17, (17, 5), 1, layout="padded", parts=1, powers=True),
+        RecordShape(
+            even, 17, (17, 5), 1, layout="padded", parts=1, powers=True,
+            two_tensors=True,
+        ),
         RecordShape(
             odd, 130, (130, 0, 99), 2, s_q=5, begins=(0, 2, 2, 4), layout="padded",
             own_lengths=(130, 64, 3, 200, 77), style="equal",
@@ -105,14 +108,16 @@ def recorded(case: Case, run: Runner) -> Recorded:
     out = run.full((b, 1, heads, KV_LORA_RANK), 5.0, DTYPES[spec.out_dtype])
     lse = run.full((b, heads, 1), 5.0)
     sink = run.full((heads if case.index % 2 else 0,), 1.0)
+    query = exact.from_bits(q, "bf16").to(run.device)
     run.call(
-        case.variant, q=exact.from_bits(q, "bf16").to(run.device), cache=cache,
+        case.variant, q=query, q_rope=query, cache=cache,
         indices=run.there(indices)[:, None], topk_length=run.there(lengths), attn_sink=sink,
         **{name: run.there(x) for name, x in lists.items()},
         **run.alone("units", "row_limits", "cu_seqlens_q"),
         out=out, lse=lse, o_accum=run.full((slots, heads, PARTIAL_ROW), 5.0, DTYPES["f16"]),
         lse_accum=run.full((slots, heads), 5.0), softmax_scale=exact.SOFTMAX_SCALE,
-        lse_factor=factor, empty_lse=empty, may_split=1, witness=0,
+        lse_factor=factor, empty_lse=empty, may_split=1, witness=0, q_stride=HEAD_DIM_QK,
+        q_rope_stride=HEAD_DIM_QK,
     )  # fmt: skip
     return exact.results([q, rows, indices, lengths], out, lse)
 
@@ -135,15 +140,15 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         second = {
             "extra_cache": cache, "extra_indices": indices[..., :0], "extra_length": source.i32([])
         }  # fmt: skip
+    query = source.normal(sizes.batch, sizes.s_q, sizes.heads, record.channels)
     return {
-        "q": source.normal(sizes.batch, sizes.s_q, sizes.heads, record.channels),
-        "cache": cache, "indices": indices, **second,
+        "q": query, "q_rope": query, "cache": cache, "indices": indices, **second,
         "topk_length": source.i32([topk] * sizes.batch), "attn_sink": source.full(0), **tables,
         **source.results(sizes, spec.out_dtype),
         "o_accum": source.full(slots, sizes.heads, PARTIAL_ROW, dtype=DTYPES["f16"]),
         "lse_accum": source.full(slots, sizes.heads, value=-math.inf),
         "softmax_scale": HEAD_SCALE, **NATURAL, "may_split": int(plan.split_begin[-1] > 0),
-        "witness": 0,
+        "witness": 0, "q_stride": record.channels, "q_rope_stride": record.channels,
     }  # fmt: skip
 
 
