@@ -22,6 +22,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
+from ..families.select_topk import share
 from . import quant
 from .prefix_sum import warp_scan
 
@@ -29,8 +30,8 @@ CHUNK = 128  # columns of a warp's load
 WINDOW = 16  # keys a thread where none stay in registers
 BINS = 2048
 LISTED_BY = 6  # entries of the list for each thread
+SAMPLED_BY = 16  # the same where one sweep lists all that are above a bound
 MOST_POSITIONS = 2048  # selected of a row, the largest k
-STREAMED = 132  # columns a thread, at most, where keys are not kept
 MINUS_INFINITY = 0xFF800000
 
 
@@ -47,11 +48,27 @@ class Shape:
     threads: int
     keys: int
     cluster: int
+    longer: str = "none"
 
     @property
     def streams(self) -> bool:
-        """Whether sweeps read memory."""
+        """Whether all sweeps read memory."""
         return self.keys == 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether sweeps over rows that registers do not hold read memory."""
+        return self.longer != "none"
+
+    @property
+    def loops(self) -> bool:
+        """Whether sweeps are loops over windows."""
+        return self.streams or self.mixed
+
+    @property
+    def samples(self) -> bool:
+        """Whether a row's first keys bound those that are listed."""
+        return self.longer == "sampled"
 
     @property
     def warps(self) -> int:
@@ -65,7 +82,7 @@ class Shape:
     @property
     def share(self) -> int:
         """Columns of a CTA, at most."""
-        return self.threads * (self.keys or STREAMED)
+        return share(self.threads, self.keys, self.cluster, self.longer)
 
     @property
     def words(self) -> int:
@@ -80,7 +97,8 @@ class Shape:
     @property
     def listed(self) -> int:
         """Entries of the list; twice as many positions fit, of which there are k at most."""
-        return min(max(LISTED_BY * self.threads, MOST_POSITIONS // 2), self.share * 3 // 4)
+        by = SAMPLED_BY if self.samples else LISTED_BY
+        return min(max(by * self.threads, MOST_POSITIONS // 2), self.share * 3 // 4)
 
 
 class Row(NamedTuple):
@@ -92,6 +110,7 @@ class Row(NamedTuple):
     chunks: Int32  # of its warp
     place: Int32  # its first column in the CTA's run
     begin: Int32  # position of the CTA's first column in the row, below 0 if that lies before it
+    run: Int32  # chunks of each warp of the cluster, at most
 
 
 @cute.jit
@@ -113,6 +132,7 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     return Row(
         begin + (first - head), cutlass.min(end - first, run - lane * 4),
         Int32(cutlass.select_(first == 0, head, Int32(0))), chunks, place, cta - head,
+        run // CHUNK,
     )  # fmt: skip
 
 
@@ -269,10 +289,14 @@ def _set_bits(table: Any, word: Any, bits: Any, *, loc: Any = None, ip: Any = No
 
 @cute.jit
 def _again(shape: cutlass.Constexpr, keys: cute.Tensor, row: Row, first: Any) -> None:
-    """The window's keys, for a sweep that is not the first over them."""
+    """The window's keys, for a sweep that is not the first over them, where registers lost them."""
     if cutlass.const_expr(shape.streams):
         load(shape, keys, row, first)
         order(shape, keys, row, first)
+    elif cutlass.const_expr(shape.mixed):
+        if row.run > shape.window:
+            load(shape, keys, row, first)
+            order(shape, keys, row, first)
 
 
 @cute.jit
@@ -289,6 +313,83 @@ def count_upper(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row) 
 
 
 @cute.jit
+def count_rest(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row) -> None:
+    """Counts the upper 11 bits of the keys behind the first window."""
+    table = address(sm.hist, 0)
+    for first in cutlass.range(shape.window, row.chunks, shape.window, unroll=1):
+        _again(shape, keys, row, first)
+        _count_window(shape, keys, row.chunks - first, table)
+
+
+@compat.dsl_user_op
+def _score_at(key: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The lowest score with that key or a higher one; NaN, which no score is below, if all have."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .b32 k, a, b;\nmin.u32 k, {$r0}, 0xff800000;\n"
+        "xor.b32 a, k, 0x80000000;\nnot.b32 b, k;\nsetp.ge.u32 p, k, 0x80000000;\n"
+        "selp.b32 {$w0}, a, b, p;\n}",
+        write_only_types=[Uint32], read_only_args=[key], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _not_below(raw: Any, bound: Any, count: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """``count``, and one more unless the score is below the bound."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .f32 x, y;\nmov.b32 x, {$r0};\nmov.b32 y, {$r1};\n"
+        "setp.geu.f32 p, x, y;\nmov.b32 {$w0}, {$r2};\n@p add.s32 {$w0}, {$w0}, 1;\n}",
+        write_only_types=[Int32], read_only_args=[raw, bound, count], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _append_raw(
+    raw: Any, bound: Any, place: Any, at: Any, *, loc: Any = None, ip: Any = None
+) -> Any:
+    """Writes (score, place) to ``at`` unless it is below the bound; where the next one goes."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .f32 x, y;\nmov.b32 x, {$r0};\nmov.b32 y, {$r1};\n"
+        "setp.geu.f32 p, x, y;\n@p st.shared.v2.b32 [{$r3}], {{$r0}, {$r2}};\n"
+        "mov.b32 {$w0}, {$r3};\n@p add.s32 {$w0}, {$w0}, 8;\n}",
+        write_only_types=[Int32], read_only_args=[raw, bound, place, at], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@cute.jit
+def collect_rest(
+    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, least: Uint32
+) -> None:
+    """Appends scores behind the first window, as they are, that are not below the key ``least``."""
+    bound = _score_at(least)
+    for first in cutlass.range(shape.window, row.chunks, shape.window, unroll=1):
+        load(shape, keys, row, first)
+        live, place = row.chunks - first, row.place + first * CHUNK
+        count = Int32(0)
+        for c in cutlass.range_constexpr(shape.window):
+            if live > c:
+                for j in cutlass.range_constexpr(4):
+                    count = _not_below(keys[4 * c + j], bound, count)
+        index, room = _room(shape, sm, count)
+        if room:
+            at = address(sm.list, 0) + index * 8
+            for c in cutlass.range_constexpr(shape.window):
+                if live > c:
+                    for j in cutlass.range_constexpr(4):
+                        at = _append_raw(keys[4 * c + j], bound, place + (c * CHUNK + j), at)
+
+
+@cute.jit
+def count_listed(shape: cutlass.Constexpr, sm: Any, begin: Int32, end: Int32) -> None:
+    """Orders the scores in [begin, end) of the list and counts their upper 11 bits."""
+    tidx, _, _ = cute.arch.thread_idx()
+    table = address(sm.hist, 0)
+    for i in cutlass.range(begin + tidx, end, shape.threads, unroll=1):
+        key = _ordered(sm.list[i, 0])
+        sm.list[i, 0] = key
+        _count(key, table)
+
+
+@cute.jit
 def _count_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, table: Int32) -> None:
     for c in cutlass.range_constexpr(shape.window):
         if live > c:
@@ -302,13 +403,37 @@ def collect(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, leas
 
     Its length counts those too for which there was no room.
     """
-    if cutlass.const_expr(shape.streams):
+    if cutlass.const_expr(shape.loops):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
             here = (row.chunks - first, row.place + first * CHUNK)
             _collect_window(shape, sm, keys, here, least)
     else:
-        _collect_window(shape, sm, keys, (row.chunks, row.place), least)
+        collect_first(shape, sm, keys, row, least)
+
+
+@cute.jit
+def collect_first(
+    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, least: Uint32
+) -> None:
+    """``collect`` of the keys that threads hold."""
+    _collect_window(shape, sm, keys, (row.chunks, row.place), least)
+
+
+@cute.jit
+def _room(shape: cutlass.Constexpr, sm: Any, count: Int32) -> tuple[Int32, Any]:
+    """(index in the list of this lane's first of ``count`` entries, whether its warp has any and
+    there is room for them)."""
+    tidx, _, _ = cute.arch.thread_idx()
+    lane = tidx % quant.WARP
+    upto = warp_scan(count, lane)
+    begin = Int32(0)
+    if (lane == quant.WARP - 1) & (upto > 0):
+        begin = Int32(cute.arch.atomic_add(sm.sums.iterator + LISTED, upto, scope="cta"))
+    begin = cute.arch.shuffle_sync(begin, quant.WARP - 1)
+    of_warp = cute.arch.shuffle_sync(upto, quant.WARP - 1)
+    room = (of_warp > 0) & (begin + of_warp <= shape.listed)
+    return begin + upto - count, room
 
 
 @cute.jit
@@ -317,21 +442,14 @@ def _collect_window(
 ) -> None:
     """here = (chunks of the warp from the window's first on, column of the thread's first key)."""
     live, place = here
-    tidx, _, _ = cute.arch.thread_idx()
-    lane = tidx % quant.WARP
     count = Int32(0)
     for c in cutlass.range_constexpr(shape.window):
         if live > c:
             for j in cutlass.range_constexpr(4):
                 count = _at_least(keys[4 * c + j], least, count)
-    upto = warp_scan(count, lane)
-    begin = Int32(0)
-    if (lane == quant.WARP - 1) & (upto > 0):
-        begin = Int32(cute.arch.atomic_add(sm.sums.iterator + LISTED, upto, scope="cta"))
-    begin = cute.arch.shuffle_sync(begin, quant.WARP - 1)
-    of_warp = cute.arch.shuffle_sync(upto, quant.WARP - 1)
-    if (of_warp > 0) & (begin + of_warp <= shape.listed):
-        at = address(sm.list, 0) + (begin + upto - count) * 8
+    index, room = _room(shape, sm, count)
+    if room:
+        at = address(sm.list, 0) + index * 8
         for c in cutlass.range_constexpr(shape.window):
             if live > c:
                 for j in cutlass.range_constexpr(4):
@@ -349,7 +467,7 @@ def count_in(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, wha
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
             _count_in(sm.list[i, 0], table, prefix, lowest, digits)
-    elif cutlass.const_expr(shape.streams):
+    elif cutlass.const_expr(shape.loops):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
             _count_in_window(shape, keys, row.chunks - first, (table, prefix, lowest, digits))
@@ -382,7 +500,7 @@ def mark(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, what: A
             tie = Uint32(cutlass.select_((key == least) & (ties != 0), bit, Uint32(0)))
             _set_bits(address(sm.bits, 0), place >> 5, above)
             _set_bits(address(sm.bits, shape.words * shape.threads), place >> 5, tie)
-    elif cutlass.const_expr(shape.streams):
+    elif cutlass.const_expr(shape.loops):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
             here = (row.chunks - first, row.place + first * CHUNK)

@@ -121,9 +121,9 @@ def _suffix(value: Any, lane: Any) -> Any:
 
 
 def _last(reached: Any) -> Any:
-    """The highest lane for which ``reached`` holds; there is one."""
+    """The highest lane for which ``reached`` holds, 0 if there is none."""
     ballot = Uint32(cute.arch.vote_ballot_sync(Boolean(reached)))
-    return 31 - Int32(cute.arch.clz(ballot))
+    return 31 - Int32(cute.arch.clz(ballot | 1))
 
 
 @cute.jit
