@@ -94,13 +94,19 @@ class Select:
         start = cutlass.min(cutlass.max(start, 0), columns)
         length = cutlass.min(cutlass.max(lengths[row], 0), columns - start)
         k = Int32(out.shape[1])
-        where = topk_emit.Where(block_table, out, row, *by)
+        where = topk_emit.Where(block_table, out, row, length, *by)
         if length <= k:
             compat.pdl_launch_dependents()
             topk_emit.all_of(shape, where, length, rank * shape.threads + tidx)
         else:
             mine = topk_keys.row_of(shape, logits, (row, start, length, rank))
-            _longer(shape, sm, where, mine, k)
+            if cutlass.const_expr(shape.parts):
+                if mine.alone & (rank > 0):
+                    compat.pdl_launch_dependents()
+                else:
+                    _longer(shape, sm._replace(alone=mine.alone), where, mine, k)
+            else:
+                _longer(shape, sm, where, mine, k)
         if (rank == 0) & (tidx == 0):
             counts[row] = cutlass.min(length, k)
 
@@ -161,7 +167,7 @@ def _rest(
     if cutlass.const_expr(shape.samples):
         found, above, inside, _ = topk_threshold.find(shape, sm, 0, k)
         if cutlass.const_expr(shape.cluster > 1):
-            topk_threshold.cluster_sync(shape)  # others may still be reading its counts
+            topk_threshold.cluster_sync(shape, sm)  # others may still be reading its counts
         likely = shape.listed * 15 // 16 * shape.cluster * shape.window
         if (above + inside) * row.run <= likely:
             topk_keys.collect_first(shape, sm, keys, row, found << 21)

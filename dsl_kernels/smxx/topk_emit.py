@@ -11,10 +11,10 @@ from .. import compat
 from . import quant
 from .prefix_sum import warp_scan
 from .topk_keys import Row
-from .topk_threshold import TOTAL, WARPS_AT, cluster_sync, of_rank
+from .topk_threshold import TOTAL, WARPS_AT, cluster_arrive, cluster_sync, cluster_wait, of_rank
 
 # Counts of columns above the threshold and at it, as one number: up to 2048 of the one, and of the
-# other up to 2^17 of a CTA, which tells others of no more than MOST_TIES: no k asks for as many.
+# other up to 2^18 of a CTA, which tells others of no more than MOST_TIES: no k asks for as many.
 ABOVE = 19
 TIES = (1 << ABOVE) - 1
 MOST_TIES = 4095
@@ -26,6 +26,7 @@ class Where(NamedTuple):
     block_table: cute.Tensor  # without rows: positions are wanted
     out: cute.Tensor
     row: Int32
+    length: Int32
     by_page: compat.FastDivisor
     by_next_n: compat.FastDivisor  # rows that share a row of the block table
 
@@ -94,28 +95,42 @@ def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, left: Int32)
     if tidx == 0:
         told = cutlass.min(total & TIES, MOST_TIES)
         sm.sums[TOTAL] = (total - (total & TIES)) | told
-    cluster_sync(shape)
+    cluster_sync(shape, sm)
     ranks = Int32(0)  # sums of the CTAs before this one
     if cutlass.const_expr(shape.cluster > 1):
         if lane < rank:
             ranks = of_rank(shape, sm.sums, TOTAL, lane)
         ranks = cute.arch.warp_redux_sync(ranks, "add")
-        cute.arch.cluster_arrive()  # nothing is read from others any more
+        cluster_arrive(shape, sm)  # nothing is read from others any more
     before += ranks
     first = (ranks >> ABOVE) + cutlass.min(ranks & TIES, left)
     end = ((ranks + total) >> ABOVE) + cutlass.min((ranks + total) & TIES, left)
+    # Scores that were written meanwhile may have been counted as others than were marked.
+    k = Int32(where.out.shape[1])
+    first = cutlass.min(cutlass.max(first, 0), k)
+    end = cutlass.min(cutlass.max(end, first), k)
     for w in cutlass.range_constexpr(shape.words):
         at = tidx * shape.words + w
         here = (sm.bits[at], sm.bits[ties_at + at])
-        _unpack(sm, here, (before, left, first), row.begin + at * 32)
+        _unpack(sm, here, (before, left, first, end), row.begin + at * 32)
         before += _pack(*here)
     cute.arch.sync_threads()
     sequence, _ = divmod(where.row, where.by_next_n)
-    for i in cutlass.range(tidx, end - first, shape.threads, unroll=1):
-        position = Int32(sm.list[i // 2, i % 2])
-        where.out[where.row, first + i] = _slot(where, sequence, position)
+    stop = end
+    last = rank == shape.cluster - 1
+    if cutlass.const_expr(shape.parts):
+        last = last | sm.alone
+    if last:  # nothing stays unwritten
+        stop = k
+    for i in cutlass.range(tidx, stop - first, shape.threads, unroll=1):
+        position, result = Int32(-1), Int32(-1)
+        if i < end - first:
+            position = Int32(sm.list[i // 2, i % 2])
+        if Uint32(position) < Uint32(where.length):
+            result = _slot(where, sequence, position)
+        where.out[where.row, first + i] = result
     if cutlass.const_expr(shape.cluster > 1):
-        cute.arch.cluster_wait()  # others may still be reading from this one
+        cluster_wait(shape, sm)  # others may still be reading from this one
 
 
 @cute.jit
@@ -124,11 +139,12 @@ def _unpack(sm: Any, bits: Any, what: Any, begin: Int32) -> None:
 
     Args:
         bits: columns above the threshold, and at it.
-        what: (sums before this word, ties that are wanted, the CTA's first place in ``out``).
+        what: (sums before this word, ties that are wanted, the CTA's first place in ``out``, the
+            place behind its last).
         begin: position of the word's first column.
     """
     word, ties = bits
-    before, left, first = what
+    before, left, first, end = what
     room = left - (before & TIES)
     if (ties != 0) & (room > 0):
         extra = Int32(cute.arch.popc(ties)) - room
@@ -139,6 +155,7 @@ def _unpack(sm: Any, bits: Any, what: Any, begin: Int32) -> None:
     place = (before >> ABOVE) + cutlass.min(before & TIES, left) - first
     while word != 0:
         bit = Int32(cute.arch.clz(cute.arch.brev(word)))
-        sm.list[place // 2, place % 2] = Uint32(begin + bit)
+        if Uint32(place) < Uint32(end - first):
+            sm.list[place // 2, place % 2] = Uint32(begin + bit)
         word &= word - 1
         place += 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..families.select_topk import share
@@ -59,6 +59,16 @@ class Shape:
     def mixed(self) -> bool:
         """Whether sweeps over rows that registers do not hold read memory."""
         return self.longer != "none"
+
+    @property
+    def parts(self) -> bool:
+        """Whether the CTAs of a cluster share some rows and leave short ones to the first."""
+        return self.mixed and self.cluster > 1
+
+    @property
+    def alone(self) -> int:
+        """Columns of the longest row that one CTA of several takes by itself."""
+        return self.threads * min(self.keys, WINDOW)
 
     @property
     def loops(self) -> bool:
@@ -111,6 +121,7 @@ class Row(NamedTuple):
     place: Int32  # its first column in the CTA's run
     begin: Int32  # position of the CTA's first column in the row, below 0 if that lies before it
     run: Int32  # chunks of each warp of the cluster, at most
+    alone: Boolean  # whether the first CTA has the whole row, where ``Shape.parts``
 
 
 @cute.jit
@@ -125,6 +136,10 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     warps = shape.warps * shape.cluster
     # chunks of a warp: as few as this length needs
     run = (((end + (CHUNK - 1)) // CHUNK) + (warps - 1)) // warps * CHUNK
+    alone = Boolean(end <= shape.alone)
+    if cutlass.const_expr(shape.parts):
+        if alone:
+            run = (end + (CHUNK * shape.warps - 1)) // (CHUNK * shape.warps) * CHUNK
     cta = rank * shape.warps * run
     place = warp * run + lane * 4
     first = cta + place
@@ -132,7 +147,7 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     return Row(
         begin + (first - head), cutlass.min(end - first, run - lane * 4),
         Int32(cutlass.select_(first == 0, head, Int32(0))), chunks, place, cta - head,
-        run // CHUNK,
+        run // CHUNK, alone,
     )  # fmt: skip
 
 
