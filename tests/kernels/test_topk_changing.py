@@ -1,0 +1,90 @@
+"""``select_topk`` where scores change between its sweeps, as a caller's mistake may let them.
+
+What is selected then is nobody's claim; but no address depends on what was counted before: nothing
+is written outside a row's results, no position is one that the row does not have, all ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from snapmla.testing.workloads import select_topk as workload
+from softgpu import Options, using
+from tests.support.needs import needs_kernels
+from tests.support.rows import kernel
+
+pytestmark = needs_kernels
+KEPT, STREAMED = (64, 8, 2, "none"), (64, 0, 2, "none")
+SAMPLED, ALONE = (64, 8, 2, "sampled"), (64, 8, 1, "sampled")
+AXES = ("threads", "keys", "cluster", "longer")
+GAP = 8  # words between rows of results
+DRAW = np.random.default_rng(3)
+# the number of loads so far -> scores of one
+STYLES: dict[str, Callable[[int, tuple[int, ...]], Any]] = {
+    "noise": lambda _, size: DRAW.normal(size=size),
+    "rising": lambda loads, size: np.full(size, loads),
+    "falling": lambda loads, size: np.full(size, -loads),
+    "few_then_all": lambda loads, size: np.where(DRAW.random(size) < loads * 2e-3, np.nan, -1.0),
+    "all_then_none": lambda loads, size: np.full(size, 1.0 if loads < 90 else -np.inf),
+    "ties": lambda loads, size: np.full(size, (loads // 7) % 2),
+}
+
+
+class Changing:
+    """Gives other scores in every load of a tensor (``softgpu.options.Observer``)."""
+
+    def __init__(self, logits: torch.Tensor, style: str) -> None:
+        self.begin = logits.data_ptr()
+        self.end = self.begin + logits.numel() * logits.element_size()
+        self.style, self.loads = STYLES[style], 0
+
+    def launched(self, machine: Any) -> None:
+        plain = machine.memory.load
+
+        def load(addr: Any, m: Any, dtype: Any, n: int) -> Any:
+            got = plain(addr, m, dtype, n)
+            lanes = (addr >= self.begin) & (addr < self.end)
+            if lanes.any():
+                self.loads += 1
+                got = np.array(got)
+                made = np.asarray(self.style(self.loads, got.shape), np.float32).view(np.uint32)
+                got[lanes] = made.astype(got.dtype)[lanes]
+            return got
+
+        machine.memory.load = load
+
+    def started(self, warp: Any) -> None:
+        """Warps stay as they are."""
+
+
+def check(shape: tuple[int, int, int, str], style: str, columns: int, k: int) -> None:
+    lengths = torch.tensor([columns, columns - 5]).int()
+    logits = torch.zeros(2, columns)
+    given = workload.arguments(logits, lengths, k, torch.arange(columns // 64 + 1).int()[None], None, 2)
+    memory = torch.full((2, k + GAP), -7).int()
+    given["out"] = memory[:, :k]
+    changing = Changing(logits, style)
+    call = kernel("sm_90a", op="select_topk", **dict(zip(AXES, shape, strict=True)))
+    most = 40_000 * columns // 1000
+    with using(Options(hazards="raise", observer=changing, max_instructions=most)):
+        call(*given.values())
+    assert changing.loads > columns // 128
+    assert (memory[:, k:] == -7).all()
+    for row, length in zip(given["out"], lengths, strict=True):
+        assert (row >= -1).all() and (row < length).all()
+    assert given["counts"].tolist() == [k, k]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "shape",
+    [ALONE, *(pytest.param(x, marks=pytest.mark.whole_matrix) for x in (KEPT, STREAMED, SAMPLED))],
+)
+def test_nothing_is_out_of_bounds(shape: tuple[int, int, int, str], style: str) -> None:
+    """Rows that registers do not hold; more than lists hold."""
+    check(shape, style, 1021 if shape == KEPT else 2300, 100)
