@@ -20,7 +20,7 @@ LONGER = Axis("longer", "", ("none", "streamed", "sampled"), "none", named=False
 # columns a thread where sweeps read memory: more than 128, so that 8 CTAs hold 1M tokens and drafts
 STREAMED = 132
 # the same where fewer CTAs of many threads share a row, so that one takes 256K tokens
-FEW_STREAMED = {1024: 264, 512: 512}
+FEW_STREAMED = {1024: 256, 512: 512}
 MANY = 8  # CTAs a row
 
 

@@ -117,7 +117,7 @@ def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -
     keys = topk_keys.window(shape)
     if cutlass.const_expr(not shape.streams):  # on their way while shared memory is cleared
         topk_keys.load(shape, keys, row, 0)
-    topk_threshold.clear(shape, sm)
+    topk_threshold.clear(shape, sm, row)
     compat.pdl_launch_dependents()
     cute.arch.sync_threads()
     topk_keys.count_upper(shape, sm, keys, row)
@@ -149,7 +149,7 @@ def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -
                 ties = Int32(1)
     topk_keys.mark(shape, sm, keys, row, (least, ties, listed))
     cute.arch.sync_threads()
-    topk_emit.emit(shape, sm, where, row, left)
+    topk_emit.emit(shape, sm, where, row, (left, listed))
 
 
 @cute.jit

@@ -96,8 +96,8 @@ class Shape:
 
     @property
     def words(self) -> int:
-        """Words of a bitmap; a thread owns as many."""
-        return -(-self.share // (32 * self.threads))
+        """Words of a bitmap for each thread, at most: a power of two."""
+        return 1 << (-(-self.share // (32 * self.threads)) - 1).bit_length()
 
     @property
     def ranks_at_once(self) -> int:
@@ -122,6 +122,16 @@ class Row(NamedTuple):
     begin: Int32  # position of the CTA's first column in the row, below 0 if that lies before it
     run: Int32  # chunks of each warp of the cluster, at most
     alone: Boolean  # whether the first CTA has the whole row, where ``Shape.parts``
+
+
+@cute.jit
+def words_shift(shape: cutlass.Constexpr, row: Row) -> Int32:
+    """Two to this are the words of a bitmap that a thread owns: as few as the row needs."""
+    shift = Int32(0)
+    if cutlass.const_expr(shape.words > 1):
+        per_word = 32 * quant.WARP // CHUNK  # chunks of a warp whose columns fill a word a thread
+        shift = 32 - Int32(cute.arch.clz((row.run - 1) // per_word))
+    return shift
 
 
 @cute.jit
