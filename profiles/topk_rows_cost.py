@@ -54,6 +54,7 @@ CANDIDATES = (
     (1024, 32, 4, "none"), (1024, 32, 8, "none"), (1024, 0, 8, "none"), (1024, 0, 1, "none"),
     (1024, 0, 2, "none"), (512, 0, 2, "none"), (512, 0, 4, "none"), (512, 32, 1, "streamed"),
     (1024, 32, 1, "streamed"), (1024, 16, 1, "sampled"), (1024, 32, 1, "sampled"),
+    (1024, 16, 2, "sampled"), (1024, 16, 8, "sampled"),
     (1024, 32, 2, "sampled"), (1024, 32, 4, "sampled"), (1024, 32, 8, "sampled"),
 )  # fmt: skip
 Call = Callable[[int], None]  # on one of the tensors
