@@ -70,7 +70,12 @@ class Problem:
 
     @classmethod
     def of(
-        cls, rows: int, columns: int, name: str, k: int = K, device: torch.device | str = "cuda",
+        cls,
+        rows: int,
+        columns: int,
+        name: str,
+        k: int = K,
+        device: torch.device | str = "cuda",
         tokens: int = 0,
     ) -> Problem:
         """Of rows of so many scores, ``tokens`` of which count, all if 0."""
@@ -325,7 +330,16 @@ def main(
         "ratios to slots: vLLM's fastest (positions, in any order), FlashInfer's deterministic "
         "(slots, in any order that repeats)",
     )  # fmt: skip
-    titles = "rows x tokens of columns", "scores", "variant", "slots", "positions", "vLLM", "det.", "others"
+    titles = (
+        "rows x tokens of columns",
+        "scores",
+        "variant",
+        "slots",
+        "positions",
+        "vLLM",
+        "det.",
+        "others",
+    )
     lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     found = Peers.of(peers)
     wanted = [(*shape, shape[1], "normal") for shape in (*SHAPES, *MORE)]

@@ -194,7 +194,9 @@ def chosen(cell: Cell, device: torch.device) -> str:
 def main(
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     quick: Annotated[bool, typer.Option(help="Wide tensors alone.")] = False,
-    only: Annotated[str, typer.Option(help="Variants with one of these, by +, in their names.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Variants with one of these, by +, in their names.")
+    ] = "",
     limit: Annotated[float, typer.Option(help="Seconds after which no shape is begun.")] = 85,
 ) -> None:
     """Times the shapes and writes ``topk_rows_cost.md`` and ``.json``."""

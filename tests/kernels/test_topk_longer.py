@@ -22,8 +22,13 @@ CHUNK = 128
 
 
 def right(
-    target: str, shape: tuple[int, int, int], logits: Tensor, lengths: list[int], k: int,
-    options: Options | None = None, **given: Tensor | int,
+    target: str,
+    shape: tuple[int, int, int],
+    logits: Tensor,
+    lengths: list[int],
+    k: int,
+    options: Options | None = None,
+    **given: Tensor | int,
 ) -> None:
     """Raises unless one launch, with the hazard check on, is what a stable sort gives."""
     threads, keys, cluster = shape
