@@ -91,7 +91,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(shape, style, marks=marks)
 
 
-@pytest.mark.parametrize(("shape", "style"), cases())
+@pytest.mark.parametrize(("shape", "style"), list(cases()))
 def test_nothing_is_out_of_bounds(shape: tuple[int, int, int, str], style: str) -> None:
     """Rows that registers do not hold, but for the one that keeps all; more than lists hold."""
     check(shape, style, {ONE: 1500, KEPT: 1021}.get(shape, 2300), 100)

@@ -81,6 +81,16 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         logits = topk_reference.padded(found, lengths, options.get("starts"), 8)
         given = arguments(logits, lengths, k, **options)
         yield Call(given, RESULTS, truth(spec, given), note=name)
+    if spec.longer == "sampled":
+        yield _misled(spec)
+
+
+def _misled(spec: VariantSpec) -> Call:
+    """A row whose first keys let more into the list than it holds."""
+    columns, warps = min(capacity(spec), 2 * MOST * spec.cluster), spec.threads // 32 * spec.cluster
+    logits = topk_reference.misleading(columns, warps, spec.keys // 4)
+    given = arguments(logits, torch.tensor([columns], dtype=torch.int32), 90)
+    return Call(given, RESULTS, truth(spec, given), note="misleading")
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
