@@ -13,26 +13,22 @@ from .family import Axis, Values, helper
 THREADS = Axis("threads", "t", (64, 128, 512, 1024))
 KEYS = Axis("keys", "e", (0, 8, 16, 32))
 CLUSTER = Axis("cluster", "c", (1, 2, 4, 8))
-# what becomes of a row that is longer than what threads keep: there is none; two sweeps read it;
-# one does, for those above a bound that its first keys give
-LONGER = Axis("longer", "", ("none", "streamed", "sampled"), "none", named=False)
 
 # columns a thread where sweeps read memory: more than 128, so that 8 CTAs hold 1M tokens and drafts
 STREAMED = 132
-# the same where fewer CTAs of many threads share a row, so that one takes 256K tokens
-FEW_STREAMED = {1024: 256, 512: 512}
+# the same of CTAs of 1024 threads that are fewer: each takes 256K tokens
+FEW_STREAMED = 256
 MANY = 8  # CTAs a row
 
 
-def share(threads: int, keys: int, cluster: int = MANY, longer: str = "none") -> int:
+def share(threads: int, keys: int, cluster: int) -> int:
     """Columns of a row that one CTA takes at most."""
-    if keys and longer == "none":
-        return threads * keys
-    return threads * (FEW_STREAMED.get(threads, STREAMED) if cluster < MANY else STREAMED)
+    few = threads == 1024 and cluster < MANY
+    return threads * (keys or (FEW_STREAMED if few else STREAMED))
 
 
 # keys a thread and CTAs a row of the default matrix, all of 1024 threads: what hosts choose from
-CHOSEN = ((8, 1), (16, 2), (32, 1), (16, 8), (32, 4), (32, 8), (0, 8))
+CHOSEN = ((8, 1), (16, 2), (32, 1), (16, 8), (0, 1), (0, 2), (0, 4), (0, 8))
 
 
 def points(_arch: str) -> Iterator[Values]:
@@ -46,7 +42,6 @@ FAMILY = helper(
     THREADS,
     KEYS,
     CLUSTER,
-    LONGER,
     points=points,
     # those that read their keys in every sweep run with few threads (tests/kernels): 8 CTAs of 1024
     # threads take the software GPU most of a minute

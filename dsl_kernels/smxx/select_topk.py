@@ -49,7 +49,7 @@ class Select:
     """The kernel of one variant."""
 
     def __init__(self, spec: VariantSpec) -> None:
-        self.shape = Shape(spec.threads, spec.keys, spec.cluster, spec.longer)
+        self.shape = Shape(spec.threads, spec.keys, spec.cluster)
 
     @cute.jit
     def __call__(
@@ -99,14 +99,17 @@ class Select:
             compat.pdl_launch_dependents()
             topk_emit.all_of(shape, where, length, rank * shape.threads + tidx)
         else:
-            mine = topk_keys.row_of(shape, logits, (row, start, length, rank))
-            if cutlass.const_expr(shape.parts):
-                if mine.alone & (rank > 0):
-                    compat.pdl_launch_dependents()
+            what = row, start, length, rank
+            if cutlass.const_expr(shape.streams):
+                short = topk_keys.row_of(shape.alone, logits, (row, start, length, 0))
+                if short.run > shape.alone.window:
+                    _longer(shape, sm, where, topk_keys.row_of(shape, logits, what), k)
+                elif rank == 0:
+                    _longer(shape.alone, sm, where, short, k)
                 else:
-                    _longer(shape, sm._replace(alone=mine.alone), where, mine, k)
+                    compat.pdl_launch_dependents()
             else:
-                _longer(shape, sm, where, mine, k)
+                _longer(shape, sm, where, topk_keys.row_of(shape, logits, what), k)
         if (rank == 0) & (tidx == 0):
             counts[row] = cutlass.min(length, k)
 
@@ -121,15 +124,10 @@ def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -
     compat.pdl_launch_dependents()
     cute.arch.sync_threads()
     topk_keys.count_upper(shape, sm, keys, row)
-    collected = Int32(0)
-    if cutlass.const_expr(shape.mixed):
-        if row.run > shape.window:
-            collected = _rest(shape, sm, keys, row, k)
     found, above, inside, _ = topk_threshold.find(shape, sm, 0, k)
     left = k - above
-    if collected == 0:
-        topk_keys.collect(shape, sm, keys, row, found << 21)
-        cute.arch.sync_threads()
+    topk_keys.collect(shape, sm, keys, row, found << 21)
+    cute.arch.sync_threads()
     listed = sm.sums[topk_keys.LISTED]
     # all at ``least`` or above are wanted, and the first ``left`` of those one below it that tie
     prefix, least, ties = found, found << 21, Int32(0)
@@ -150,43 +148,6 @@ def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -
     topk_keys.mark(shape, sm, keys, row, (least, ties, listed))
     cute.arch.sync_threads()
     topk_emit.emit(shape, sm, where, row, (left, listed))
-
-
-@cute.jit
-def _rest(
-    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, k: Int32
-) -> Int32:
-    """Counts upper bits of the keys behind the first window; 1 if all that may be selected are in
-    the list then.
-
-    The k-th of the first keys bounds the k-th of all.  Where few enough seem to lie above, one
-    sweep lists them, and those are counted; keys below are wanted in no count.
-    """
-    tidx, _, _ = cute.arch.thread_idx()
-    collected = Int32(0)
-    if cutlass.const_expr(shape.samples):
-        found, above, inside, _ = topk_threshold.find(shape, sm, 0, k)
-        if cutlass.const_expr(shape.cluster > 1):
-            topk_threshold.cluster_sync(shape, sm)  # others may still be reading its counts
-        likely = shape.listed * 15 // 16 * shape.cluster * shape.window
-        if (above + inside) * row.run <= likely:
-            topk_keys.collect_first(shape, sm, keys, row, found << 21)
-            cute.arch.sync_threads()
-            begin = sm.sums[topk_keys.LISTED]
-            cute.arch.sync_threads()
-            topk_keys.collect_rest(shape, sm, keys, row, found << 21)
-            cute.arch.sync_threads()
-            end = sm.sums[topk_keys.LISTED]
-            if end <= shape.listed:
-                topk_keys.count_listed(shape, sm, begin, end)
-                collected = Int32(1)
-            else:
-                cute.arch.sync_threads()
-                if tidx == 0:
-                    sm.sums[topk_keys.LISTED] = Int32(0)
-    if collected == 0:
-        topk_keys.count_rest(shape, sm, keys, row)
-    return collected
 
 
 def feasible(spec: VariantSpec) -> str | None:

@@ -10,8 +10,8 @@ from cutlass import Int32, Uint32, cute
 from .. import compat
 from . import quant
 from .prefix_sum import warp_scan
-from .topk_keys import Row, words_shift
-from .topk_threshold import TOTAL, WARPS_AT, cluster_arrive, cluster_sync, cluster_wait, of_rank
+from .topk_keys import MOST_POSITIONS, Row, words_shift
+from .topk_threshold import TOTAL, WARPS_AT, cluster_sync, of_rank
 
 # Counts of columns above the threshold and at it, as one number: up to 2048 of the one, and of the
 # other up to 2^18 of a CTA, which tells others of no more than MOST_TIES: no k asks for as many.
@@ -96,13 +96,13 @@ def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -
     if tidx == 0:
         told = cutlass.min(total & TIES, MOST_TIES)
         sm.sums[TOTAL] = (total - (total & TIES)) | told
-    cluster_sync(shape, sm)
+    cluster_sync(shape)
     ranks = Int32(0)  # sums of the CTAs before this one
     if cutlass.const_expr(shape.cluster > 1):
         if lane < rank:
             ranks = of_rank(shape, sm.sums, TOTAL, lane)
         ranks = cute.arch.warp_redux_sync(ranks, "add")
-        cluster_arrive(shape, sm)  # nothing is read from others any more
+        cute.arch.cluster_arrive()  # nothing is read from others any more
     before += ranks
     # Scores that were written meanwhile may have been counted as others than were marked.
     k = Int32(where.out.shape[1])
@@ -115,14 +115,11 @@ def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -
         _from_list(shape, sm, where, row, what)
     else:
         _from_bits(shape, sm, where, row, (before, left, first, end))
-    last = rank == shape.cluster - 1
-    if cutlass.const_expr(shape.parts):
-        last = last | sm.alone
-    if last:  # nothing stays unwritten
+    if rank == shape.cluster - 1:  # nothing stays unwritten
         for i in cutlass.range(end + tidx, k, shape.threads, unroll=1):
             where.out[where.row, i] = Int32(-1)
     if cutlass.const_expr(shape.cluster > 1):
-        cluster_wait(shape, sm)  # others may still be reading from this one
+        cute.arch.cluster_wait()  # others may still be reading from this one
 
 
 def _clamp(value: Any, low: Any, high: Any) -> Any:
@@ -144,9 +141,7 @@ def _pack_word(shape: cutlass.Constexpr, sm: Any, at: Int32) -> Int32:
 
 
 @cute.jit
-def _from_list(
-    shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any
-) -> None:
+def _from_list(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -> None:
     """Writes the selected entries of the list, each to its place; what: as of ``emit``.
 
     A thread's sum over the words before its own is in ``hist``.
@@ -183,9 +178,7 @@ def _write(where: Where, sequence: Int32, place: Int32, position: Int32) -> None
 
 
 @cute.jit
-def _from_bits(
-    shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any
-) -> None:
+def _from_bits(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -> None:
     """Writes the positions of the bitmaps' columns where the list did not hold them: it takes them
     in order now; what = (sums before this thread's words, ties that are wanted, the CTA's first
     place in ``out``, the place behind its last)."""
@@ -194,7 +187,7 @@ def _from_bits(
     begin, end = _words(shape, row)
     for at in cutlass.range(begin, end, unroll=1):
         here = (sm.bits[at], sm.bits[shape.words * shape.threads + at])
-        _unpack(sm, here, (before, left, first, stop), row.begin + at * 32)
+        _unpack(sm, here, (before, left, first), row.begin + at * 32)
         before += _pack(*here)
     cute.arch.sync_threads()
     sequence, _ = divmod(where.row, where.by_next_n)
@@ -208,12 +201,11 @@ def _unpack(sm: Any, bits: Any, what: Any, begin: Int32) -> None:
 
     Args:
         bits: columns above the threshold, and at it.
-        what: (sums before this word, ties that are wanted, the CTA's first place in ``out``, the
-            place behind its last).
+        what: (sums before this word, ties that are wanted, the CTA's first place in ``out``).
         begin: position of the word's first column.
     """
     word, ties = bits
-    before, left, first, end = what
+    before, left, first = what
     room = left - (before & TIES)
     if (ties != 0) & (room > 0):
         extra = Int32(cute.arch.popc(ties)) - room
@@ -224,7 +216,7 @@ def _unpack(sm: Any, bits: Any, what: Any, begin: Int32) -> None:
     place = (before >> ABOVE) + cutlass.min(before & TIES, left) - first
     while word != 0:
         bit = Int32(cute.arch.clz(cute.arch.brev(word)))
-        if Uint32(place) < Uint32(end - first):
-            sm.list[place // 2, place % 2] = Uint32(begin + bit)
+        at = place & (MOST_POSITIONS - 1)
+        sm.list[at // 2, at % 2] = Uint32(begin + bit)
         word &= word - 1
         place += 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..families.select_topk import share
@@ -30,7 +30,6 @@ CHUNK = 128  # columns of a warp's load
 WINDOW = 16  # keys a thread where none stay in registers
 BINS = 2048
 LISTED_BY = 6  # entries of the list for each thread
-SAMPLED_BY = 16  # the same where one sweep lists all that are above a bound
 MOST_POSITIONS = 2048  # selected of a row, the largest k
 MINUS_INFINITY = 0xFF800000
 
@@ -48,7 +47,6 @@ class Shape:
     threads: int
     keys: int
     cluster: int
-    longer: str = "none"
 
     @property
     def streams(self) -> bool:
@@ -56,29 +54,9 @@ class Shape:
         return self.keys == 0
 
     @property
-    def mixed(self) -> bool:
-        """Whether sweeps over rows that registers do not hold read memory."""
-        return self.longer != "none"
-
-    @property
-    def parts(self) -> bool:
-        """Whether the CTAs of a cluster share some rows and leave short ones to the first."""
-        return self.mixed and self.cluster > 1
-
-    @property
-    def alone(self) -> int:
-        """Columns of the longest row that one CTA of several takes by itself."""
-        return self.threads * min(self.keys, WINDOW)
-
-    @property
-    def loops(self) -> bool:
-        """Whether sweeps are loops over windows."""
-        return self.streams or self.mixed
-
-    @property
-    def samples(self) -> bool:
-        """Whether a row's first keys bound those that are listed."""
-        return self.longer == "sampled"
+    def alone(self) -> Shape:
+        """What is made of a row that one CTA's registers hold, where others are streamed."""
+        return Shape(self.threads, WINDOW, 1)
 
     @property
     def warps(self) -> int:
@@ -92,7 +70,7 @@ class Shape:
     @property
     def share(self) -> int:
         """Columns of a CTA, at most."""
-        return share(self.threads, self.keys, self.cluster, self.longer)
+        return share(self.threads, self.keys, self.cluster)
 
     @property
     def words(self) -> int:
@@ -107,8 +85,7 @@ class Shape:
     @property
     def listed(self) -> int:
         """Entries of the list; twice as many positions fit, of which there are k at most."""
-        by = SAMPLED_BY if self.samples else LISTED_BY
-        return min(max(by * self.threads, MOST_POSITIONS // 2), self.share * 3 // 4)
+        return min(max(LISTED_BY * self.threads, MOST_POSITIONS // 2), self.share * 3 // 4)
 
 
 class Row(NamedTuple):
@@ -121,7 +98,6 @@ class Row(NamedTuple):
     place: Int32  # its first column in the CTA's run
     begin: Int32  # position of the CTA's first column in the row, below 0 if that lies before it
     run: Int32  # chunks of each warp of the cluster, at most
-    alone: Boolean  # whether the first CTA has the whole row, where ``Shape.parts``
 
 
 @cute.jit
@@ -146,10 +122,6 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     warps = shape.warps * shape.cluster
     # chunks of a warp: as few as this length needs
     run = (((end + (CHUNK - 1)) // CHUNK) + (warps - 1)) // warps * CHUNK
-    alone = Boolean(end <= shape.alone)
-    if cutlass.const_expr(shape.parts):
-        if alone:
-            run = (end + (CHUNK * shape.warps - 1)) // (CHUNK * shape.warps) * CHUNK
     cta = rank * shape.warps * run
     place = warp * run + lane * 4
     first = cta + place
@@ -157,7 +129,7 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     return Row(
         begin + (first - head), cutlass.min(end - first, run - lane * 4),
         Int32(cutlass.select_(first == 0, head, Int32(0))), chunks, place, cta - head,
-        run // CHUNK, alone,
+        run // CHUNK,
     )  # fmt: skip
 
 
@@ -314,14 +286,10 @@ def _set_bits(table: Any, word: Any, bits: Any, *, loc: Any = None, ip: Any = No
 
 @cute.jit
 def _again(shape: cutlass.Constexpr, keys: cute.Tensor, row: Row, first: Any) -> None:
-    """The window's keys, for a sweep that is not the first over them, where registers lost them."""
+    """The window's keys, for a sweep that is not the first over them."""
     if cutlass.const_expr(shape.streams):
         load(shape, keys, row, first)
         order(shape, keys, row, first)
-    elif cutlass.const_expr(shape.mixed):
-        if row.run > shape.window:
-            load(shape, keys, row, first)
-            order(shape, keys, row, first)
 
 
 @cute.jit
@@ -338,12 +306,11 @@ def count_upper(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row) 
 
 
 @cute.jit
-def count_rest(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row) -> None:
-    """Counts the upper 11 bits of the keys behind the first window."""
-    table = address(sm.hist, 0)
-    for first in cutlass.range(shape.window, row.chunks, shape.window, unroll=1):
-        _again(shape, keys, row, first)
-        _count_window(shape, keys, row.chunks - first, table)
+def _count_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, table: Int32) -> None:
+    for c in cutlass.range_constexpr(shape.window):
+        if live > c:
+            for j in cutlass.range_constexpr(4):
+                _count(keys[4 * c + j], table)
 
 
 @compat.dsl_user_op
@@ -381,68 +348,21 @@ def _append_raw(
 
 
 @cute.jit
-def collect_rest(
-    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, least: Uint32
-) -> None:
-    """Appends scores behind the first window, as they are, that are not below the key ``least``."""
-    bound = _score_at(least)
-    for first in cutlass.range(shape.window, row.chunks, shape.window, unroll=1):
-        load(shape, keys, row, first)
-        live, place = row.chunks - first, row.place + first * CHUNK
-        count = Int32(0)
-        for c in cutlass.range_constexpr(shape.window):
-            if live > c:
-                for j in cutlass.range_constexpr(4):
-                    count = _not_below(keys[4 * c + j], bound, count)
-        index, room = _room(shape, sm, count)
-        if room:
-            at = address(sm.list, 0) + index * 8
-            for c in cutlass.range_constexpr(shape.window):
-                if live > c:
-                    for j in cutlass.range_constexpr(4):
-                        at = _append_raw(keys[4 * c + j], bound, place + (c * CHUNK + j), at)
-
-
-@cute.jit
-def count_listed(shape: cutlass.Constexpr, sm: Any, begin: Int32, end: Int32) -> None:
-    """Orders the scores in [begin, end) of the list and counts their upper 11 bits."""
-    tidx, _, _ = cute.arch.thread_idx()
-    table = address(sm.hist, 0)
-    for i in cutlass.range(begin + tidx, end, shape.threads, unroll=1):
-        key = _ordered(sm.list[i, 0])
-        sm.list[i, 0] = key
-        _count(key, table)
-
-
-@cute.jit
-def _count_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, table: Int32) -> None:
-    for c in cutlass.range_constexpr(shape.window):
-        if live > c:
-            for j in cutlass.range_constexpr(4):
-                _count(keys[4 * c + j], table)
-
-
-@cute.jit
 def collect(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, least: Uint32) -> None:
-    """Appends keys that are ``least`` or above to the list, with their columns.
+    """Appends keys that are ``least`` or above to the list, with their columns; of rows that are
+    streamed scores as they are.
 
     Its length counts those too for which there was no room.
     """
-    if cutlass.const_expr(shape.loops):
+    if cutlass.const_expr(shape.streams):
+        bound = _score_at(least)
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
-            _again(shape, keys, row, first)
+            load(shape, keys, row, first)
             here = (row.chunks - first, row.place + first * CHUNK)
-            _collect_window(shape, sm, keys, here, least)
+            _collect_window(shape, sm, keys, here, (_not_below, _append_raw, bound))
     else:
-        collect_first(shape, sm, keys, row, least)
-
-
-@cute.jit
-def collect_first(
-    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, least: Uint32
-) -> None:
-    """``collect`` of the keys that threads hold."""
-    _collect_window(shape, sm, keys, (row.chunks, row.place), least)
+        here = (row.chunks, row.place)
+        _collect_window(shape, sm, keys, here, (_at_least, _append, least))
 
 
 @cute.jit
@@ -463,22 +383,35 @@ def _room(shape: cutlass.Constexpr, sm: Any, count: Int32) -> tuple[Int32, Any]:
 
 @cute.jit
 def _collect_window(
-    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, here: Any, least: Uint32
+    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, here: Any, by: Any
 ) -> None:
-    """here = (chunks of the warp from the window's first on, column of the thread's first key)."""
+    """here = (chunks of the warp from the window's first on, column of the thread's first key);
+    by = (what counts, what appends, bound of both)."""
     live, place = here
+    counted, append, least = by
     count = Int32(0)
     for c in cutlass.range_constexpr(shape.window):
         if live > c:
             for j in cutlass.range_constexpr(4):
-                count = _at_least(keys[4 * c + j], least, count)
+                count = counted(keys[4 * c + j], least, count)
     index, room = _room(shape, sm, count)
     if room:
         at = address(sm.list, 0) + index * 8
         for c in cutlass.range_constexpr(shape.window):
             if live > c:
                 for j in cutlass.range_constexpr(4):
-                    at = _append(keys[4 * c + j], least, place + (c * CHUNK + j), at)
+                    at = append(keys[4 * c + j], least, place + (c * CHUNK + j), at)
+
+
+@cute.jit
+def listed_key(shape: cutlass.Constexpr, sm: Any, row: Row, index: Int32) -> Uint32:
+    """The key of an entry of the list."""
+    key = sm.list[index, 0]
+    if cutlass.const_expr(shape.streams):
+        key = _ordered(key)
+        if row.begin + Int32(sm.list[index, 1]) < 0:  # before the row's first score
+            key = Uint32(0)
+    return key
 
 
 @cute.jit
@@ -491,8 +424,8 @@ def count_in(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, wha
     if listed <= shape.listed:
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
-            _count_in(sm.list[i, 0], table, prefix, lowest, digits)
-    elif cutlass.const_expr(shape.loops):
+            _count_in(listed_key(shape, sm, row, i), table, prefix, lowest, digits)
+    elif cutlass.const_expr(shape.streams):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
             _count_in_window(shape, keys, row.chunks - first, (table, prefix, lowest, digits))
@@ -519,13 +452,13 @@ def mark(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, what: A
     if listed <= shape.listed:
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
-            key, place = sm.list[i, 0], sm.list[i, 1]
+            key, place = listed_key(shape, sm, row, i), sm.list[i, 1]
             bit = Uint32(1) << (place & 31)
             above = Uint32(cutlass.select_(key > over, bit, Uint32(0)))
             tie = Uint32(cutlass.select_((key == least) & (ties != 0), bit, Uint32(0)))
             _set_bits(address(sm.bits, 0), place >> 5, above)
             _set_bits(address(sm.bits, shape.words * shape.threads), place >> 5, tie)
-    elif cutlass.const_expr(shape.loops):
+    elif cutlass.const_expr(shape.streams):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
             here = (row.chunks - first, row.place + first * CHUNK)

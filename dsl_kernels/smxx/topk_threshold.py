@@ -28,7 +28,6 @@ class Smem(NamedTuple):
     list: cute.Tensor  # u32 (entries, 2): key, column of the CTA's run; then selected positions
     bits: cute.Tensor  # u32 (2 * words * threads,): columns above the threshold; at it
     sums: cute.Tensor  # i32 (40,): FOUND, INSIDE, TOTAL, LISTED, ONE_KEY, warps from WARPS_AT on
-    alone: Any  # whether this CTA has the whole row, where ``Shape.parts``
 
 
 def allocate(shape: Shape) -> Smem:
@@ -41,7 +40,6 @@ def allocate(shape: Shape) -> Smem:
         smem.allocate_tensor(Uint32, rows, 16),
         smem.allocate_tensor(Uint32, cute.make_layout(2 * shape.words * shape.threads), 16),
         smem.allocate_tensor(Int32, cute.make_layout(WARPS_AT + quant.WARP), 16),
-        Boolean(False),
     )
 
 
@@ -64,38 +62,12 @@ def clear(shape: cutlass.Constexpr, sm: Smem, row: Row) -> None:
 
 
 @cute.jit
-def cluster_sync(shape: cutlass.Constexpr, sm: Smem) -> None:
+def cluster_sync(shape: cutlass.Constexpr) -> None:
     """A barrier of all CTAs of a row."""
     if cutlass.const_expr(shape.cluster == 1):
         cute.arch.sync_threads()
-    elif cutlass.const_expr(shape.parts):
-        if sm.alone:
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
     else:
         cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-
-@cute.jit
-def cluster_arrive(shape: cutlass.Constexpr, sm: Smem) -> None:
-    """Arrives at the barrier of the CTAs of a row, if there are more."""
-    if cutlass.const_expr(shape.parts):
-        if not sm.alone:
-            cute.arch.cluster_arrive()
-    else:
-        cute.arch.cluster_arrive()
-
-
-@cute.jit
-def cluster_wait(shape: cutlass.Constexpr, sm: Smem) -> None:
-    """Waits at it."""
-    if cutlass.const_expr(shape.parts):
-        if not sm.alone:
-            cute.arch.cluster_wait()
-    else:
         cute.arch.cluster_wait()
 
 
@@ -119,13 +91,10 @@ def of_rank(shape: cutlass.Constexpr, tensor: cute.Tensor, index: Any, rank: Any
 
 
 @cute.jit
-def _of_all(shape: cutlass.Constexpr, sm: Smem, tensor: cute.Tensor, index: Int32) -> Int32:
-    """Sum of a word over the CTAs of the row."""
-    total, ranks = Int32(0), Int32(shape.cluster)
-    if cutlass.const_expr(shape.parts):
-        if sm.alone:
-            total, ranks = Int32(tensor[index]), Int32(0)
-    for first in cutlass.range(0, ranks, shape.ranks_at_once, unroll=1):
+def _of_all(shape: cutlass.Constexpr, tensor: cute.Tensor, index: Int32) -> Int32:
+    """Sum of a word over the cluster."""
+    total = Int32(0)
+    for first in cutlass.range(0, shape.cluster, shape.ranks_at_once, unroll=1):
         for i in cutlass.range_constexpr(shape.ranks_at_once):
             total += of_rank(shape, tensor, index, first + i)
     return total
@@ -133,18 +102,14 @@ def _of_all(shape: cutlass.Constexpr, sm: Smem, tensor: cute.Tensor, index: Int3
 
 @cute.jit
 def _pair_of_all(
-    shape: cutlass.Constexpr, sm: Smem, tensor: cute.Tensor, index: Int32
+    shape: cutlass.Constexpr, tensor: cute.Tensor, index: Int32
 ) -> tuple[Int32, Int32]:
     """Sums of a word at an even index and of the next."""
     low, high = Int32(0), Int32(0)
     if cutlass.const_expr(shape.cluster == 1):
         low, high = Int32(tensor[index]), Int32(tensor[index + 1])
     else:
-        ranks = Int32(shape.cluster)
-        if cutlass.const_expr(shape.parts):
-            if sm.alone:
-                low, high, ranks = Int32(tensor[index]), Int32(tensor[index + 1]), Int32(0)
-        for first in cutlass.range(0, ranks, shape.ranks_at_once, unroll=1):
+        for first in cutlass.range(0, shape.cluster, shape.ranks_at_once, unroll=1):
             for i in cutlass.range_constexpr(shape.ranks_at_once):
                 more = _load_remote(address(tensor, index), first + i, 2)
                 low, high = low + more[0], high + more[1]
@@ -187,10 +152,10 @@ def find(
         total = cute.arch.warp_redux_sync(bins, "add")
         if lane == 0:
             sm.group[number * GROUPS + group] = total
-    cluster_sync(shape, sm)
+    cluster_sync(shape)
     if warp == 0:
         first = number * GROUPS + 2 * lane
-        low, high = _pair_of_all(shape, sm, sm.group, first)
+        low, high = _pair_of_all(shape, sm.group, first)
         upto = _suffix(low + high, lane)
         rest = Int32(0)  # of bin 0
         if cutlass.const_expr(number > 0):
@@ -204,7 +169,7 @@ def find(
         if above + in_high < wanted:
             above += in_high
             group -= 1
-        here = _of_all(shape, sm, sm.hist, number * BINS + group * GROUP + lane)
+        here = _of_all(shape, sm.hist, number * BINS + group * GROUP + lane)
         if (group == 0) & (lane == 0):
             sm.sums[ONE_KEY] = Int32(here == 0)
             here += rest

@@ -25,7 +25,7 @@ K = 2048
 
 def capacity(spec: VariantSpec) -> int:
     """Columns of the longest rows that a variant takes."""
-    return share(spec.threads, spec.keys, spec.cluster, spec.longer) * spec.cluster
+    return share(spec.threads, spec.keys, spec.cluster) * spec.cluster
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -81,16 +81,6 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         logits = topk_reference.padded(found, lengths, options.get("starts"), 8)
         given = arguments(logits, lengths, k, **options)
         yield Call(given, RESULTS, truth(spec, given), note=name)
-    if spec.longer == "sampled":
-        yield _misled(spec)
-
-
-def _misled(spec: VariantSpec) -> Call:
-    """A row whose first keys let more into the list than it holds."""
-    columns, warps = min(capacity(spec), 2 * MOST * spec.cluster), spec.threads // 32 * spec.cluster
-    logits = topk_reference.misleading(columns, warps, spec.keys // 4)
-    given = arguments(logits, torch.tensor([columns], dtype=torch.int32), 90)
-    return Call(given, RESULTS, truth(spec, given), note="misleading")
 
 
 def recorded(case: Case, run: Runner) -> Recorded:
