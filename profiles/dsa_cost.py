@@ -304,7 +304,7 @@ def row(rows: int, columns: int, tokens: int, name: str, peers: Peers) -> str:
     best = min((t for who, t in us.items() if who.startswith("vLLM")), default=None)
     ratios = ["-" if t is None else f"{t / mine[0]:.2f}" for t in (best, us.get(DETERMINISTIC))]
     others = ", ".join(f"{who} {t:.1f}" for who, t in us.items())
-    shape = shapes.choose(rows, columns).text
+    shape = "x".join(map(str, shapes.choose(rows, columns)))
     times = [f"{t:.1f}" for t in mine]
     size = f"{rows} x {columns}" if tokens == columns else f"{rows} x {tokens} of {columns}"
     cells = (size, name, shape, *times, *ratios, others)
@@ -315,11 +315,11 @@ def main(
     peers: Annotated[Path | None, typer.Option(help="Folder of peers' libraries.")] = None,
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     some: Annotated[int, typer.Option("--first", help="Rows to time, the first ones.")] = 99,
-    variant: Annotated[str, typer.Option(help="Instead of the chosen: 1024x32x1xsampled.")] = "",
+    variant: Annotated[str, typer.Option(help="Instead of the one that is chosen: 512x16x1.")] = "",
 ) -> None:
     """Times the shapes and writes ``dsa_cost.md``."""
     if variant:
-        forced = shapes.TopkShape.of(variant)
+        forced = shapes.TopkShape(*map(int, variant.split("x")))
         shapes.choose = lambda rows, columns: forced
     facts = machine(torch.device("cuda"), timing.Nvml())
     lines = page.head(

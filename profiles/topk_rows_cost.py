@@ -1,4 +1,4 @@
-"""``select_topk`` by rows, width of the logits and lengths: every variant that could serve, in turn.
+"""``select_topk`` by rows, width of the logits and lengths: all variants that could serve, in turn.
 
     python -m profiles.topk_rows_cost --out profiles/results
 
@@ -48,14 +48,9 @@ LENGTHS = (4096, 8192, 16384, 33000, 65536, 131072)
 ROWS = (1, 8, 16, 32, 48, 64, 128, 256)
 HARD = ("zeros", "rising")  # scores of which sweeps list too many
 CALLS, ROUNDS, ROUND_MS = 8, 5, 1.0
-# threads, keys of a thread, CTAs a row, what becomes of longer rows
+# threads, keys of a thread, CTAs a row
 CANDIDATES = (
-    (1024, 8, 1, "none"), (1024, 16, 2, "none"), (1024, 32, 1, "none"), (1024, 16, 8, "none"),
-    (1024, 32, 4, "none"), (1024, 32, 8, "none"), (1024, 0, 8, "none"), (1024, 0, 1, "none"),
-    (1024, 0, 2, "none"), (512, 0, 2, "none"), (512, 0, 4, "none"), (512, 32, 1, "streamed"),
-    (1024, 32, 1, "streamed"), (1024, 16, 1, "sampled"), (1024, 32, 1, "sampled"),
-    (1024, 16, 2, "sampled"), (1024, 16, 8, "sampled"),
-    (1024, 32, 2, "sampled"), (1024, 32, 4, "sampled"), (1024, 32, 8, "sampled"),
+    *shapes.ALL, (1024, 16, 1), (1024, 32, 4), (1024, 32, 8), (512, 0, 1), (512, 0, 2), (512, 0, 4),
 )  # fmt: skip
 Call = Callable[[int], None]  # on one of the tensors
 
@@ -86,12 +81,12 @@ def cells(quick: bool) -> Iterator[Cell]:
 def built(width: int, device: torch.device) -> dict[str, VariantSpec]:
     """Variants that take rows of this width, by their axes."""
     found = {}
-    for threads, keys, cluster, longer in CANDIDATES:
+    for threads, keys, cluster in CANDIDATES:
         spec = VariantSpec(
             op="select_topk", arch=runtime.arch_of(device), threads=threads, keys=keys,
-            cluster=cluster, longer=longer,
+            cluster=cluster,
         )  # fmt: skip
-        enough = share(threads, keys, cluster, longer) * cluster >= width
+        enough = share(threads, keys, cluster) * cluster >= width
         if enough and (runtime.find(spec) is not None or not runtime.jit_refusal()):
             found[spec.name.removeprefix("select_topk_").rpartition("_")[0]] = spec
     return found

@@ -13,47 +13,31 @@ from dsl_kernels.index_cache import PAGE
 
 
 class TopkShape(NamedTuple):
-    """Axes of a variant: threads of a CTA, keys of a thread (0: none are kept), CTAs of a row, what
-    becomes of rows that those do not hold."""
+    """Axes of a variant: threads of a CTA, keys of a thread (0: none are kept), CTAs of a row."""
 
     threads: int
     keys: int
     cluster: int
-    longer: str = "none"
 
     @property
     def columns(self) -> int:
         """The longest rows that it takes."""
         return share(*self) * self.cluster
 
-    @property
-    def text(self) -> str:
-        """As ``of`` reads it: 1024x8x1, 1024x32x1xsampled."""
-        return "x".join(map(str, self if self.longer != "none" else self[:3]))
-
-    @classmethod
-    def of(cls, text: str) -> TopkShape:
-        """Inverse of ``text``."""
-        threads, keys, cluster, *longer = text.split("x")
-        return cls(int(threads), int(keys), int(cluster), *longer)
-
 
 # Few rows leave SMs idle, so a row is spread over more CTAs; many rows want few barriers.  Lengths
-# are not known here, and logits are as wide as an engine's longest context: where CTAs do not hold
-# the width, rows decide, and a kernel makes what it can of each row's length.
+# are not known here, and logits are as wide as an engine's longest context: where rows are wide,
+# their number alone decides, and kernels take a short row as one CTA does that keeps its keys.
 SMALL = TopkShape(1024, 8, 1)
 WIDE, TALL = TopkShape(1024, 16, 2), TopkShape(1024, 32, 1)
 LONG = TopkShape(1024, 16, 8)
-EIGHT = TopkShape(1024, 32, 8, "sampled")
-FOUR = TopkShape(1024, 32, 4, "sampled")
-PAIR = TopkShape(1024, 32, 2, "sampled")
-ROW = TopkShape(1024, 32, 1, "sampled")
-ALL = (SMALL, WIDE, TALL, LONG, EIGHT, FOUR, PAIR, ROW)
+ROW, PAIR, FOUR, EIGHT = (TopkShape(1024, 0, cluster) for cluster in (1, 2, 4, 8))
+ALL = (SMALL, WIDE, TALL, LONG, ROW, PAIR, FOUR, EIGHT)
 MAX_COLUMNS = (1 << 20) + 64 * PAGE  # drafts beside a context of 1048576 tokens
 MOST_SHIFT = 3  # columns that kernels count besides, where a row begins between 16 bytes
 MAX_ROWS = (2**31 - 1) // EIGHT.cluster  # of a grid
 TALL_ROWS = 96  # more rows than these want the wider CTAs
-# the most rows for that many CTAs each
+# the most rows for that many CTAs each, turning points of an H200's times
 BY_ROWS = ((8, EIGHT), (24, FOUR), (64, PAIR), (MAX_ROWS, ROW))
 
 
@@ -66,5 +50,4 @@ def choose(rows: int, columns: int) -> TopkShape:
     if columns <= LONG.columns and rows <= BY_ROWS[0][0]:
         return LONG
     wanted = next(shape for most, shape in BY_ROWS if rows <= most)
-    wider = (shape for shape in (wanted, PAIR, FOUR, EIGHT) if columns <= shape.columns)
-    return next(wider)
+    return next(x for x in (wanted, PAIR, FOUR, EIGHT) if columns <= x.columns)

@@ -85,14 +85,6 @@ def scores(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     return DISTRIBUTIONS[name](normal, torch.rand(rows, columns, generator=draw))
 
 
-def misleading(columns: int, warps: int, first: int) -> torch.Tensor:
-    """Scores of one row, (1, columns), of which each warp's ``first`` chunks of 128, where as many
-    warps share the row, are the lowest: a bound that they give lets all others in."""
-    run = -(-(-(-columns // 128)) // warps)  # chunks of a warp
-    later = torch.arange(columns) // 128 % run >= first
-    return (torch.arange(columns) * 1e-3 + 1000.0 * later).view(1, -1)
-
-
 def padded(found: Tensor, lengths: Tensor, starts: Tensor | None = None, gap: int = 0) -> Tensor:
     """Rows of scores in memory of rows longer by up to ``gap`` + 3 columns, NaN around them."""
     rows, columns = found.shape
