@@ -45,6 +45,9 @@ CALLS = 20  # in a graph; fewer of calls that take long
 SHAPES = tuple((rows, columns) for columns in (8192, 32768, 131072)
                for rows in (1, 8, 32, 64, 128, 256))  # fmt: skip
 MORE = ((64, 16384), (2048, 32768), (1, 300000))
+# Rows of fewer tokens in logits that are as wide as an engine's longest context.
+ENGINE = tuple((rows, 163840, tokens) for tokens in (8192, 33000, 131072)
+               for rows in (1, 8, 32, 64, 128, 256))  # fmt: skip
 ZEROS = ((64, 16384), (64, 131072), (256, 32768))  # also with 98 % of the scores 0
 WORKSPACE = 1 << 20  # bytes that vLLM's ops want
 COOPERATIVE_ROWS = 32  # the most that vLLM gives cooperative_topk
@@ -67,12 +70,19 @@ class Problem:
 
     @classmethod
     def of(
-        cls, rows: int, columns: int, name: str, k: int = K, device: torch.device | str = "cuda"
+        cls,
+        rows: int,
+        columns: int,
+        name: str,
+        k: int = K,
+        device: torch.device | str = "cuda",
+        tokens: int = 0,
     ) -> Problem:
+        """Of rows of so many scores, ``tokens`` of which count, all if 0."""
         torch.manual_seed(columns)
         normal, uniform = (make(rows, columns, device=device) for make in (torch.randn, torch.rand))
         logits = topk_reference.DISTRIBUTIONS[name](normal, uniform)
-        lengths = torch.full((rows,), columns, dtype=torch.int32, device=device)
+        lengths = torch.full((rows,), tokens or columns, dtype=torch.int32, device=device)
         width = -(-columns // PAGE)
         table = torch.randperm(rows * width, device=device).int().view(rows, width)
         want, _ = topk_reference.select_topk_reference(logits[:4], lengths[:4].cpu(), k)
@@ -218,8 +228,10 @@ def contenders(problem: Problem, peers: Peers) -> dict[str, Call]:
         found |= dict(vllm(peers.vllm, problem))
     if peers.flashinfer is not None:
         found |= dict(flashinfer(peers.flashinfer, problem))
-    if problem.logits.numel() <= 1 << 24:
-        found["torch.topk"] = lambda: torch.topk(problem.logits, problem.k, dim=1).indices
+    tokens = int(problem.lengths[0])
+    if len(problem.logits) * tokens <= 1 << 24:
+        scores = problem.logits[:, :tokens]
+        found["torch.topk"] = lambda: torch.topk(scores, problem.k, dim=1).indices
     return found
 
 
@@ -275,9 +287,9 @@ def in_turn(found: dict[str, Call], calls: int) -> dict[str, float]:
     return {name: 1e3 * median(ms) / calls for name, ms in times.items()}
 
 
-def row(rows: int, columns: int, name: str, peers: Peers) -> str:
+def row(rows: int, columns: int, tokens: int, name: str, peers: Peers) -> str:
     """One line of the table; a peer that is wrong, or fails, is said so and not timed."""
-    problem = Problem.of(rows, columns, name)
+    problem = Problem.of(rows, columns, name, tokens=tokens)
     found, said = {}, []
     for who, call in contenders(problem, peers).items():
         try:
@@ -294,7 +306,8 @@ def row(rows: int, columns: int, name: str, peers: Peers) -> str:
     others = ", ".join(f"{who} {t:.1f}" for who, t in us.items())
     shape = "x".join(map(str, shapes.choose(rows, columns)))
     times = [f"{t:.1f}" for t in mine]
-    cells = (f"{rows} x {columns}", name, shape, *times, *ratios, others)
+    size = f"{rows} x {columns}" if tokens == columns else f"{rows} x {tokens} of {columns}"
+    cells = (size, name, shape, *times, *ratios, others)
     return f"| {' | '.join(cells)} |{' '.join(said)}"
 
 
@@ -317,16 +330,26 @@ def main(
         "ratios to slots: vLLM's fastest (positions, in any order), FlashInfer's deterministic "
         "(slots, in any order that repeats)",
     )  # fmt: skip
-    titles = "rows x columns", "scores", "variant", "slots", "positions", "vLLM", "det.", "others"
+    titles = (
+        "rows x tokens of columns",
+        "scores",
+        "variant",
+        "slots",
+        "positions",
+        "vLLM",
+        "det.",
+        "others",
+    )
     lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     found = Peers.of(peers)
-    wanted = [(*shape, "normal") for shape in (*SHAPES, *MORE)]
-    wanted += [(*shape, "zeros") for shape in ZEROS]
+    wanted = [(*shape, shape[1], "normal") for shape in (*SHAPES, *MORE)]
+    wanted += [(*shape, shape[1], "zeros") for shape in ZEROS]
+    wanted += [(*shape, "normal") for shape in ENGINE]
     with torch.inference_mode():
-        for rows, columns, name in wanted[:some]:
+        for rows, columns, tokens, name in wanted[:some]:
             if columns > shapes.choose(rows, columns).columns:
                 continue
-            lines.append(row(rows, columns, name, found))
+            lines.append(row(rows, columns, tokens, name, found))
             typer.echo(lines[-1])
             torch.cuda.empty_cache()
     write_atomic(out / "dsa_cost.md", "\n".join(lines) + "\n")

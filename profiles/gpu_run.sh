@@ -76,6 +76,8 @@
 #                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
 #                              times heads of 256 channels alone, beside --also,VARIANT if told
 #   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
+#   topk-rows[:ARG,ARG...]     top-k by rows, width and length, all variants that are built
+#                              (profiles.topk_rows_cost ARG ARG...)
 #   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
 #                              (profiles.index_cost ARG ARG...)
 #   dsa-step[:ARG,ARG...]      scores and top-k of a step beside DeepGEMM and vLLM
@@ -315,6 +317,10 @@ run_part() {
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
+            ;;
+        topk-rows)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.topk_rows_cost --out "$work" ${what//,/ }
             ;;
         sparse-tiles)
             # shellcheck disable=SC2086  # a list of words

@@ -89,15 +89,17 @@ class SparseShape(NamedTuple):
 
 
 class TopkRow(NamedTuple):
-    """``rows`` of ``columns`` scores of a distribution."""
+    """``rows`` of ``columns`` scores of a distribution, of which ``tokens`` count, all if 0."""
 
     rows: int
     columns: int
+    tokens: int = 0
     scores: str = "normal"
 
     @property
     def label(self) -> str:
-        return f"{self.rows}x{self.columns}" + ("" if self.scores == "normal" else "_zeros")
+        tail = f"_{self.tokens}" if self.tokens else ""
+        return f"{self.rows}x{self.columns}{tail}" + ("" if self.scores == "normal" else "_zeros")
 
 
 @functools.cache
@@ -373,7 +375,8 @@ class Topk:
     def draw(cls, shape: TopkRow, _: Sizes, device: torch.device) -> Topk:
         """As ``profiles.dsa_cost`` draws them."""
         k = min(dsa_cost.K, shape.columns)
-        return cls(dsa_cost.Problem.of(shape.rows, shape.columns, shape.scores, k, device))
+        rows, columns, tokens, scores = shape
+        return cls(dsa_cost.Problem.of(rows, columns, scores, k, device, tokens))
 
     def side(self, package: Any, witness: bool = False) -> Side:
         dsa, given = importlib.import_module(f"{package.__name__}.dsa"), self.tensors
@@ -457,7 +460,8 @@ def _prefill(found: Sequence[sparse_prefill_cost.Shape]) -> dict[str, Any]:
 
 _TOPK = [
     *(TopkRow(*shape) for shape in (*dsa_cost.SHAPES, *dsa_cost.MORE)),
-    *(TopkRow(*shape, "zeros") for shape in dsa_cost.ZEROS),
+    *(TopkRow(*shape, scores="zeros") for shape in dsa_cost.ZEROS),
+    *(TopkRow(*shape) for shape in dsa_cost.ENGINE),
 ]
 _TINY_MHA = [mha_cost.even("1 x 6", 1, 6, 1, 192, causal, 1.0) for causal in (True, False)]
 _TINY_PREFILL = [sparse_prefill_cost.Shape(1, 80, 16, 64, 1.0, 512)]

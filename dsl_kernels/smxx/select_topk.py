@@ -94,13 +94,22 @@ class Select:
         start = cutlass.min(cutlass.max(start, 0), columns)
         length = cutlass.min(cutlass.max(lengths[row], 0), columns - start)
         k = Int32(out.shape[1])
-        where = topk_emit.Where(block_table, out, row, *by)
+        where = topk_emit.Where(block_table, out, row, length, *by)
         if length <= k:
             compat.pdl_launch_dependents()
             topk_emit.all_of(shape, where, length, rank * shape.threads + tidx)
         else:
-            mine = topk_keys.row_of(shape, logits, (row, start, length, rank))
-            _longer(shape, sm, where, mine, k)
+            what = row, start, length, rank
+            if cutlass.const_expr(shape.streams):
+                short = topk_keys.row_of(shape.alone, logits, (row, start, length, 0))
+                if short.run > shape.alone.window:
+                    _longer(shape, sm, where, topk_keys.row_of(shape, logits, what), k)
+                elif rank == 0:
+                    _longer(shape.alone, sm, where, short, k)
+                else:
+                    compat.pdl_launch_dependents()
+            else:
+                _longer(shape, sm, where, topk_keys.row_of(shape, logits, what), k)
         if (rank == 0) & (tidx == 0):
             counts[row] = cutlass.min(length, k)
 
@@ -111,7 +120,7 @@ def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -
     keys = topk_keys.window(shape)
     if cutlass.const_expr(not shape.streams):  # on their way while shared memory is cleared
         topk_keys.load(shape, keys, row, 0)
-    topk_threshold.clear(shape, sm)
+    topk_threshold.clear(shape, sm, row)
     compat.pdl_launch_dependents()
     cute.arch.sync_threads()
     topk_keys.count_upper(shape, sm, keys, row)
@@ -138,7 +147,7 @@ def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -
                 ties = Int32(1)
     topk_keys.mark(shape, sm, keys, row, (least, ties, listed))
     cute.arch.sync_threads()
-    topk_emit.emit(shape, sm, where, row, left)
+    topk_emit.emit(shape, sm, where, row, (left, listed))
 
 
 def feasible(spec: VariantSpec) -> str | None:

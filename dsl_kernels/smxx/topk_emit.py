@@ -10,11 +10,11 @@ from cutlass import Int32, Uint32, cute
 from .. import compat
 from . import quant
 from .prefix_sum import warp_scan
-from .topk_keys import Row
+from .topk_keys import MOST_POSITIONS, Row, words_shift
 from .topk_threshold import TOTAL, WARPS_AT, cluster_sync, of_rank
 
 # Counts of columns above the threshold and at it, as one number: up to 2048 of the one, and of the
-# other up to 2^17 of a CTA, which tells others of no more than MOST_TIES: no k asks for as many.
+# other up to 2^18 of a CTA, which tells others of no more than MOST_TIES: no k asks for as many.
 ABOVE = 19
 TIES = (1 << ABOVE) - 1
 MOST_TIES = 4095
@@ -26,6 +26,7 @@ class Where(NamedTuple):
     block_table: cute.Tensor  # without rows: positions are wanted
     out: cute.Tensor
     row: Int32
+    length: Int32
     by_page: compat.FastDivisor
     by_next_n: compat.FastDivisor  # rows that share a row of the block table
 
@@ -79,17 +80,18 @@ def _scan(shape: cutlass.Constexpr, sm: Any, mine: Int32) -> tuple[Int32, Int32]
 
 
 @cute.jit
-def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, left: Int32) -> None:
-    """Writes what a CTA has selected, ``left`` of the ties that all CTAs have."""
+def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -> None:
+    """Writes what a CTA has selected; what = (how many are wanted of the ties that all CTAs have,
+    length of the list)."""
+    left, listed = what
     tidx, _, _ = cute.arch.thread_idx()
     lane = tidx % quant.WARP
     block, _, _ = cute.arch.block_idx()
     rank = block % shape.cluster
-    ties_at = shape.words * shape.threads
+    begin, end = _words(shape, row)
     mine = Int32(0)
-    for w in cutlass.range_constexpr(shape.words):
-        at = tidx * shape.words + w
-        mine += _pack(sm.bits[at], sm.bits[ties_at + at])
+    for at in cutlass.range(begin, end, unroll=1):
+        mine += _pack_word(shape, sm, at)
     before, total = _scan(shape, sm, mine)
     if tidx == 0:
         told = cutlass.min(total & TIES, MOST_TIES)
@@ -102,20 +104,95 @@ def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, left: Int32)
         ranks = cute.arch.warp_redux_sync(ranks, "add")
         cute.arch.cluster_arrive()  # nothing is read from others any more
     before += ranks
-    first = (ranks >> ABOVE) + cutlass.min(ranks & TIES, left)
+    # Scores that were written meanwhile may have been counted as others than were marked.
+    k = Int32(where.out.shape[1])
+    first = _clamp((ranks >> ABOVE) + cutlass.min(ranks & TIES, left), 0, k)
     end = ((ranks + total) >> ABOVE) + cutlass.min((ranks + total) & TIES, left)
-    for w in cutlass.range_constexpr(shape.words):
-        at = tidx * shape.words + w
-        here = (sm.bits[at], sm.bits[ties_at + at])
+    end = _clamp(end, first, k)
+    if listed <= shape.listed:
+        sm.hist[tidx] = Uint32(before)
+        cute.arch.sync_threads()
+        _from_list(shape, sm, where, row, what)
+    else:
+        _from_bits(shape, sm, where, row, (before, left, first, end))
+    if rank == shape.cluster - 1:  # nothing stays unwritten
+        for i in cutlass.range(end + tidx, k, shape.threads, unroll=1):
+            where.out[where.row, i] = Int32(-1)
+    if cutlass.const_expr(shape.cluster > 1):
+        cute.arch.cluster_wait()  # others may still be reading from this one
+
+
+def _clamp(value: Any, low: Any, high: Any) -> Any:
+    return cutlass.min(cutlass.max(value, low), high)
+
+
+@cute.jit
+def _words(shape: cutlass.Constexpr, row: Row) -> tuple[Int32, Int32]:
+    """This thread's words of a bitmap."""
+    tidx, _, _ = cute.arch.thread_idx()
+    shift = words_shift(shape, row)
+    return tidx << shift, (tidx + 1) << shift
+
+
+@cute.jit
+def _pack_word(shape: cutlass.Constexpr, sm: Any, at: Int32) -> Int32:
+    """Columns above the threshold and at it of a word."""
+    return _pack(sm.bits[at], sm.bits[shape.words * shape.threads + at])
+
+
+@cute.jit
+def _from_list(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -> None:
+    """Writes the selected entries of the list, each to its place; what: as of ``emit``.
+
+    A thread's sum over the words before its own is in ``hist``.
+    """
+    left, listed = what
+    tidx, _, _ = cute.arch.thread_idx()
+    k = Int32(where.out.shape[1])
+    shift = words_shift(shape, row)
+    sequence, _ = divmod(where.row, where.by_next_n)
+    for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
+        column = Int32(sm.list[i, 1])
+        word, bit = column >> 5, Uint32(1) << (column & 31)
+        above, ties = sm.bits[word], sm.bits[shape.words * shape.threads + word]
+        if ((above | ties) & bit) != 0:
+            owner = word >> shift
+            before = Int32(sm.hist[owner])
+            if cutlass.const_expr(shape.words > 1):
+                for at in cutlass.range(owner << shift, word, unroll=1):
+                    before += _pack_word(shape, sm, at)
+            before += _pack(above & (bit - 1), ties & (bit - 1))
+            tied = before & TIES
+            place = (before >> ABOVE) + cutlass.min(tied, left)
+            wanted = ((above & bit) != 0) | (tied < left)
+            if wanted & (Uint32(place) < Uint32(k)):
+                _write(where, sequence, place, row.begin + column)
+
+
+@cute.jit
+def _write(where: Where, sequence: Int32, place: Int32, position: Int32) -> None:
+    result = Int32(-1)
+    if Uint32(position) < Uint32(where.length):
+        result = _slot(where, sequence, position)
+    where.out[where.row, place] = result
+
+
+@cute.jit
+def _from_bits(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -> None:
+    """Writes the positions of the bitmaps' columns where the list did not hold them: it takes them
+    in order now; what = (sums before this thread's words, ties that are wanted, the CTA's first
+    place in ``out``, the place behind its last)."""
+    before, left, first, stop = what
+    tidx, _, _ = cute.arch.thread_idx()
+    begin, end = _words(shape, row)
+    for at in cutlass.range(begin, end, unroll=1):
+        here = (sm.bits[at], sm.bits[shape.words * shape.threads + at])
         _unpack(sm, here, (before, left, first), row.begin + at * 32)
         before += _pack(*here)
     cute.arch.sync_threads()
     sequence, _ = divmod(where.row, where.by_next_n)
-    for i in cutlass.range(tidx, end - first, shape.threads, unroll=1):
-        position = Int32(sm.list[i // 2, i % 2])
-        where.out[where.row, first + i] = _slot(where, sequence, position)
-    if cutlass.const_expr(shape.cluster > 1):
-        cute.arch.cluster_wait()  # others may still be reading from this one
+    for i in cutlass.range(tidx, stop - first, shape.threads, unroll=1):
+        _write(where, sequence, first + i, Int32(sm.list[i // 2, i % 2]))
 
 
 @cute.jit
@@ -139,6 +216,7 @@ def _unpack(sm: Any, bits: Any, what: Any, begin: Int32) -> None:
     place = (before >> ABOVE) + cutlass.min(before & TIES, left) - first
     while word != 0:
         bit = Int32(cute.arch.clz(cute.arch.brev(word)))
-        sm.list[place // 2, place % 2] = Uint32(begin + bit)
+        at = place & (MOST_POSITIONS - 1)
+        sm.list[at // 2, at % 2] = Uint32(begin + bit)
         word &= word - 1
         place += 1

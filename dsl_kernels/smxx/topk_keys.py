@@ -22,6 +22,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
+from ..families.select_topk import share
 from . import quant
 from .prefix_sum import warp_scan
 
@@ -30,7 +31,6 @@ WINDOW = 16  # keys a thread where none stay in registers
 BINS = 2048
 LISTED_BY = 6  # entries of the list for each thread
 MOST_POSITIONS = 2048  # selected of a row, the largest k
-STREAMED = 132  # columns a thread, at most, where keys are not kept
 MINUS_INFINITY = 0xFF800000
 
 
@@ -50,8 +50,13 @@ class Shape:
 
     @property
     def streams(self) -> bool:
-        """Whether sweeps read memory."""
+        """Whether all sweeps read memory."""
         return self.keys == 0
+
+    @property
+    def alone(self) -> Shape:
+        """What is made of a row that one CTA's registers hold, where others are streamed."""
+        return Shape(self.threads, WINDOW, 1)
 
     @property
     def warps(self) -> int:
@@ -65,12 +70,12 @@ class Shape:
     @property
     def share(self) -> int:
         """Columns of a CTA, at most."""
-        return self.threads * (self.keys or STREAMED)
+        return share(self.threads, self.keys, self.cluster)
 
     @property
     def words(self) -> int:
-        """Words of a bitmap; a thread owns as many."""
-        return -(-self.share // (32 * self.threads))
+        """Words of a bitmap for each thread, at most: a power of two."""
+        return 1 << (-(-self.share // (32 * self.threads)) - 1).bit_length()
 
     @property
     def ranks_at_once(self) -> int:
@@ -92,6 +97,17 @@ class Row(NamedTuple):
     chunks: Int32  # of its warp
     place: Int32  # its first column in the CTA's run
     begin: Int32  # position of the CTA's first column in the row, below 0 if that lies before it
+    run: Int32  # chunks of each warp of the cluster, at most
+
+
+@cute.jit
+def words_shift(shape: cutlass.Constexpr, row: Row) -> Int32:
+    """Two to this are the words of a bitmap that a thread owns: as few as the row needs."""
+    shift = Int32(0)
+    if cutlass.const_expr(shape.words > 1):
+        per_word = 32 * quant.WARP // CHUNK  # chunks of a warp whose columns fill a word a thread
+        shift = 32 - Int32(cute.arch.clz((row.run - 1) // per_word))
+    return shift
 
 
 @cute.jit
@@ -113,6 +129,7 @@ def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
     return Row(
         begin + (first - head), cutlass.min(end - first, run - lane * 4),
         Int32(cutlass.select_(first == 0, head, Int32(0))), chunks, place, cta - head,
+        run // CHUNK,
     )  # fmt: skip
 
 
@@ -296,46 +313,105 @@ def _count_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, tabl
                 _count(keys[4 * c + j], table)
 
 
+@compat.dsl_user_op
+def _score_at(key: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The lowest score with that key or a higher one; NaN, which no score is below, if all have."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .b32 k, a, b;\nmin.u32 k, {$r0}, 0xff800000;\n"
+        "xor.b32 a, k, 0x80000000;\nnot.b32 b, k;\nsetp.ge.u32 p, k, 0x80000000;\n"
+        "selp.b32 {$w0}, a, b, p;\n}",
+        write_only_types=[Uint32], read_only_args=[key], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _not_below(raw: Any, bound: Any, count: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """``count``, and one more unless the score is below the bound."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .f32 x, y;\nmov.b32 x, {$r0};\nmov.b32 y, {$r1};\n"
+        "setp.geu.f32 p, x, y;\nmov.b32 {$w0}, {$r2};\n@p add.s32 {$w0}, {$w0}, 1;\n}",
+        write_only_types=[Int32], read_only_args=[raw, bound, count], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _append_raw(
+    raw: Any, bound: Any, place: Any, at: Any, *, loc: Any = None, ip: Any = None
+) -> Any:
+    """Writes (score, place) to ``at`` unless it is below the bound; where the next one goes."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .f32 x, y;\nmov.b32 x, {$r0};\nmov.b32 y, {$r1};\n"
+        "setp.geu.f32 p, x, y;\n@p st.shared.v2.b32 [{$r3}], {{$r0}, {$r2}};\n"
+        "mov.b32 {$w0}, {$r3};\n@p add.s32 {$w0}, {$w0}, 8;\n}",
+        write_only_types=[Int32], read_only_args=[raw, bound, place, at], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
 @cute.jit
 def collect(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, least: Uint32) -> None:
-    """Appends keys that are ``least`` or above to the list, with their columns.
+    """Appends keys that are ``least`` or above to the list, with their columns; of rows that are
+    streamed scores as they are.
 
     Its length counts those too for which there was no room.
     """
     if cutlass.const_expr(shape.streams):
+        bound = _score_at(least)
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
-            _again(shape, keys, row, first)
+            load(shape, keys, row, first)
             here = (row.chunks - first, row.place + first * CHUNK)
-            _collect_window(shape, sm, keys, here, least)
+            _collect_window(shape, sm, keys, here, (_not_below, _append_raw, bound))
     else:
-        _collect_window(shape, sm, keys, (row.chunks, row.place), least)
+        here = (row.chunks, row.place)
+        _collect_window(shape, sm, keys, here, (_at_least, _append, least))
 
 
 @cute.jit
-def _collect_window(
-    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, here: Any, least: Uint32
-) -> None:
-    """here = (chunks of the warp from the window's first on, column of the thread's first key)."""
-    live, place = here
+def _room(shape: cutlass.Constexpr, sm: Any, count: Int32) -> tuple[Int32, Any]:
+    """(index in the list of this lane's first of ``count`` entries, whether its warp has any and
+    there is room for them)."""
     tidx, _, _ = cute.arch.thread_idx()
     lane = tidx % quant.WARP
-    count = Int32(0)
-    for c in cutlass.range_constexpr(shape.window):
-        if live > c:
-            for j in cutlass.range_constexpr(4):
-                count = _at_least(keys[4 * c + j], least, count)
     upto = warp_scan(count, lane)
     begin = Int32(0)
     if (lane == quant.WARP - 1) & (upto > 0):
         begin = Int32(cute.arch.atomic_add(sm.sums.iterator + LISTED, upto, scope="cta"))
     begin = cute.arch.shuffle_sync(begin, quant.WARP - 1)
     of_warp = cute.arch.shuffle_sync(upto, quant.WARP - 1)
-    if (of_warp > 0) & (begin + of_warp <= shape.listed):
-        at = address(sm.list, 0) + (begin + upto - count) * 8
+    room = (of_warp > 0) & (begin + of_warp <= shape.listed)
+    return begin + upto - count, room
+
+
+@cute.jit
+def _collect_window(
+    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, here: Any, by: Any
+) -> None:
+    """here = (chunks of the warp from the window's first on, column of the thread's first key);
+    by = (what counts, what appends, bound of both)."""
+    live, place = here
+    counted, append, least = by
+    count = Int32(0)
+    for c in cutlass.range_constexpr(shape.window):
+        if live > c:
+            for j in cutlass.range_constexpr(4):
+                count = counted(keys[4 * c + j], least, count)
+    index, room = _room(shape, sm, count)
+    if room:
+        at = address(sm.list, 0) + index * 8
         for c in cutlass.range_constexpr(shape.window):
             if live > c:
                 for j in cutlass.range_constexpr(4):
-                    at = _append(keys[4 * c + j], least, place + (c * CHUNK + j), at)
+                    at = append(keys[4 * c + j], least, place + (c * CHUNK + j), at)
+
+
+@cute.jit
+def listed_key(shape: cutlass.Constexpr, sm: Any, row: Row, index: Int32) -> Uint32:
+    """The key of an entry of the list."""
+    key = sm.list[index, 0]
+    if cutlass.const_expr(shape.streams):
+        key = _ordered(key)
+        if row.begin + Int32(sm.list[index, 1]) < 0:  # before the row's first score
+            key = Uint32(0)
+    return key
 
 
 @cute.jit
@@ -348,7 +424,7 @@ def count_in(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, wha
     if listed <= shape.listed:
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
-            _count_in(sm.list[i, 0], table, prefix, lowest, digits)
+            _count_in(listed_key(shape, sm, row, i), table, prefix, lowest, digits)
     elif cutlass.const_expr(shape.streams):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
@@ -376,7 +452,7 @@ def mark(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, what: A
     if listed <= shape.listed:
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
-            key, place = sm.list[i, 0], sm.list[i, 1]
+            key, place = listed_key(shape, sm, row, i), sm.list[i, 1]
             bit = Uint32(1) << (place & 31)
             above = Uint32(cutlass.select_(key > over, bit, Uint32(0)))
             tie = Uint32(cutlass.select_((key == least) & (ties != 0), bit, Uint32(0)))

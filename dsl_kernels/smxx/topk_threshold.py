@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Uint32, cute
 
 from .. import compat
 from . import quant
-from .topk_keys import BINS, Shape, address
+from .topk_keys import BINS, Row, Shape, address, words_shift
 
 PASSES = 3
 GROUP = quant.WARP  # bins whose sum is kept
@@ -44,13 +44,19 @@ def allocate(shape: Shape) -> Smem:
 
 
 @cute.jit
-def clear(shape: cutlass.Constexpr, sm: Smem) -> None:
+def clear(shape: cutlass.Constexpr, sm: Smem, row: Row) -> None:
     """Zeroes what is added to."""
     tidx, _, _ = cute.arch.thread_idx()
     for i in cutlass.range(tidx, PASSES * BINS, shape.threads, unroll=1):
         sm.hist[i] = Uint32(0)
-    for w in cutlass.range_constexpr(2 * shape.words):
-        sm.bits[tidx + w * shape.threads] = Uint32(0)
+    if cutlass.const_expr(shape.words == 1):
+        for w in cutlass.range_constexpr(2):
+            sm.bits[tidx + w * shape.threads] = Uint32(0)
+    else:
+        end = shape.threads << words_shift(shape, row)
+        for i in cutlass.range(tidx, end, shape.threads, unroll=1):
+            sm.bits[i] = Uint32(0)
+            sm.bits[shape.words * shape.threads + i] = Uint32(0)
     if tidx < WARPS_AT:  # FOUND to LISTED are loaded as a vector
         sm.sums[tidx] = Int32(0)
 
@@ -121,9 +127,9 @@ def _suffix(value: Any, lane: Any) -> Any:
 
 
 def _last(reached: Any) -> Any:
-    """The highest lane for which ``reached`` holds; there is one."""
+    """The highest lane for which ``reached`` holds, 0 if there is none."""
     ballot = Uint32(cute.arch.vote_ballot_sync(Boolean(reached)))
-    return 31 - Int32(cute.arch.clz(ballot))
+    return 31 - Int32(cute.arch.clz(ballot | 1))
 
 
 @cute.jit

@@ -22,21 +22,23 @@ class TopkShape(NamedTuple):
     @property
     def columns(self) -> int:
         """The longest rows that it takes."""
-        return share(self.threads, self.keys) * self.cluster
+        return share(*self) * self.cluster
 
 
-# Few rows leave SMs idle, so a row is spread over more CTAs; many rows want few barriers.  Turning
-# points are those of a prototype's times on an H200 with the same partition of rows.
+# Few rows leave SMs idle, so a row is spread over more CTAs; many rows want few barriers.  Lengths
+# are not known here, and logits are as wide as an engine's longest context: where rows are wide,
+# their number alone decides, and kernels take a short row as one CTA does that keeps its keys.
 SMALL = TopkShape(1024, 8, 1)
 WIDE, TALL = TopkShape(1024, 16, 2), TopkShape(1024, 32, 1)
-LONG, LONG_TALL = TopkShape(1024, 16, 8), TopkShape(1024, 32, 4)
-LONGER = TopkShape(1024, 32, 8)
-STREAMED = TopkShape(1024, 0, 8)
-ALL = (SMALL, WIDE, TALL, LONG, LONG_TALL, LONGER, STREAMED)
+LONG = TopkShape(1024, 16, 8)
+ROW, PAIR, FOUR, EIGHT = (TopkShape(1024, 0, cluster) for cluster in (1, 2, 4, 8))
+ALL = (SMALL, WIDE, TALL, LONG, ROW, PAIR, FOUR, EIGHT)
 MAX_COLUMNS = (1 << 20) + 64 * PAGE  # drafts beside a context of 1048576 tokens
 MOST_SHIFT = 3  # columns that kernels count besides, where a row begins between 16 bytes
-MAX_ROWS = (2**31 - 1) // STREAMED.cluster  # of a grid
-TALL_ROWS, LONG_TALL_ROWS = 96, 16  # more rows than these want the wider CTAs
+MAX_ROWS = (2**31 - 1) // EIGHT.cluster  # of a grid
+TALL_ROWS = 96  # more rows than these want the wider CTAs
+# the most rows for that many CTAs each, turning points of an H200's times
+BY_ROWS = ((8, EIGHT), (24, FOUR), (64, PAIR), (MAX_ROWS, ROW))
 
 
 def choose(rows: int, columns: int) -> TopkShape:
@@ -45,6 +47,7 @@ def choose(rows: int, columns: int) -> TopkShape:
         return SMALL
     if columns <= WIDE.columns:
         return TALL if rows > TALL_ROWS else WIDE
-    if columns <= LONG.columns:
-        return LONG_TALL if rows > LONG_TALL_ROWS else LONG
-    return LONGER if columns <= LONGER.columns else STREAMED
+    if columns <= LONG.columns and rows <= BY_ROWS[0][0]:
+        return LONG
+    wanted = next(shape for most, shape in BY_ROWS if rows <= most)
+    return next(x for x in (wanted, PAIR, FOUR, EIGHT) if columns <= x.columns)

@@ -231,7 +231,7 @@ def test_more_columns_than_registers_hold() -> None:
 @pytest.mark.parametrize("name", ["normal", "zeros"])
 def test_as_many_columns_as_it_holds(name: str) -> None:
     """A row that begins between 16 bytes, each sweep of which reads memory."""
-    columns, k = share(*STREAMED[:2]) * STREAMED[2] - 3, 2048
+    columns, k = share(*STREAMED) * STREAMED[2] - 3, 2048
     found = topk_reference.scores(name, 1, columns, 2)
     lengths = torch.tensor([columns]).int()
     got = select("sm_90a", STREAMED, apart(found, columns, 3), lengths, k)

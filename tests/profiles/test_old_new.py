@@ -31,7 +31,7 @@ def test_every_table_has_its_shapes() -> None:
     assert counts["dense"] == 18 and counts["mha"] + counts["mha_causal"] == 20
     assert counts["ragged"] == len(preset("ragged")) + len(preset("ragged-q"))
     assert counts["sparse"] == 48 and counts["sparse_v4"] == 13
-    assert counts["topk"] == 24 and counts["prefill"] == 12
+    assert counts["topk"] == 42 and counts["prefill"] == 12
     assert all(table.tiny for table in (*TABLES.values(), *WITNESSED.values()))
     assert all("ragged_q" in label for table in WITNESSED.values() for label in table.shapes)
 

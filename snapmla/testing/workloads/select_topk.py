@@ -25,7 +25,7 @@ K = 2048
 
 def capacity(spec: VariantSpec) -> int:
     """Columns of the longest rows that a variant takes."""
-    return share(spec.threads, spec.keys) * spec.cluster
+    return share(spec.threads, spec.keys, spec.cluster) * spec.cluster
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
