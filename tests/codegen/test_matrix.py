@@ -49,7 +49,7 @@ def test_helper_axes_are_complete() -> None:
     ds_mla = 2 + 2 + 3  # append_kv by index, and with norm and RoPE by table; fetch_dequant by mode
     v4 = 2 + 1 + 3  # append_kv by index, and with RoPE; fetch_dequant by mode
     logits = 3 + 4  # index_logits of 64 heads, of 32, by rows
-    index = 7 + 4 + logits  # select_topk; append_index_k, dsa_prologue, index_rows, fetch_index_k
+    index = 8 + 4 + logits  # select_topk; append_index_k, dsa_prologue, index_rows, fetch_index_k
     merging = 2 + 2 * 2 * 3 + 1  # merge; merge_states by dtypes and mode, and of 128 channels
     assert len(helpers) == 3 + merging + index + 3 * (2 + 2 + 4) + rotating + rows + ds_mla + v4
 
