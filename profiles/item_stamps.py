@@ -37,6 +37,7 @@ from profiles.bench import command_line, commit
 from profiles.machine import machine
 from profiles.timing import Nvml
 from snapmla import runtime
+from snapmla.decode_plan.witness import no_offsets
 from snapmla.sparse import two_lists
 from snapmla.sparse.lists import flat
 
@@ -84,10 +85,11 @@ class Job:
         if lists.second is not None:
             extra = two_lists.Second(self.caches[1], lists.second, None)
         kernel(
-            self.x, *self.caches[0].gather_arguments, entries, lengths,
+            self.x, self.x, *self.caches[0].gather_arguments, entries, lengths,
             *two_lists.arguments(self.caches[0], entries, extra, lengths),
             torch.empty(0, dtype=torch.float32, device=self.x.device),
-            *plan.arguments[:-2], self.out, self.lse, *self.room, *NUMBERS, plan.merges,
+            *plan.arguments[:-2], no_offsets(self.x.device), self.out, self.lse, *self.room,
+            *NUMBERS, plan.merges, 0, 512, 512,
         )  # fmt: skip
 
 
