@@ -39,7 +39,6 @@ from profiles.timing import Nvml
 from snapmla import runtime
 from snapmla.decode_plan.witness import no_offsets
 from snapmla.sparse import two_lists
-from snapmla.sparse.lists import flat
 
 Shape = tuple[int, ...]
 SHAPES = ("128x2x128x0", "2x2x128x512", "2x2x64x1024", "128x1x16x512")
@@ -80,7 +79,7 @@ class Job:
 
     def call(self, kernel: Any, lists: cost.Lists) -> None:
         """One decode with its merge."""
-        plan, entries = self.plan, flat(lists.first)
+        plan, entries = self.plan, lists.first
         extra, lengths = None, plan.planned_seqlens
         if lists.second is not None:
             extra = two_lists.Second(self.caches[1], lists.second, None)
