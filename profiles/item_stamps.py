@@ -37,8 +37,8 @@ from profiles.bench import command_line, commit
 from profiles.machine import machine
 from profiles.timing import Nvml
 from snapmla import runtime
+from snapmla.decode_plan.witness import no_offsets
 from snapmla.sparse import two_lists
-from snapmla.sparse.lists import flat
 
 Shape = tuple[int, ...]
 SHAPES = ("128x2x128x0", "2x2x128x512", "2x2x64x1024", "128x1x16x512")
@@ -79,15 +79,16 @@ class Job:
 
     def call(self, kernel: Any, lists: cost.Lists) -> None:
         """One decode with its merge."""
-        plan, entries = self.plan, flat(lists.first)
+        plan, entries = self.plan, lists.first
         extra, lengths = None, plan.planned_seqlens
         if lists.second is not None:
             extra = two_lists.Second(self.caches[1], lists.second, None)
         kernel(
-            self.x, *self.caches[0].gather_arguments, entries, lengths,
+            self.x, self.x, *self.caches[0].gather_arguments, entries, lengths,
             *two_lists.arguments(self.caches[0], entries, extra, lengths),
             torch.empty(0, dtype=torch.float32, device=self.x.device),
-            *plan.arguments[:-2], self.out, self.lse, *self.room, *NUMBERS, plan.merges,
+            *plan.arguments[:-2], no_offsets(self.x.device), self.out, self.lse, *self.room,
+            *NUMBERS, plan.merges, 0, 512, 512,
         )  # fmt: skip
 
 

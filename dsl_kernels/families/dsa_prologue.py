@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from ..dims import KV_LORA_RANK
 from .family import CACHE_DTYPE, COS_SIN_DTYPE, IN_DTYPE, Axis, Values, helper
+from .formats import FORMATS
 
 STYLES = ("interleaved", "neox")
 
@@ -18,7 +21,13 @@ def points(arch: str) -> Iterator[Values]:
         yield {**own, "cache_dtype": "fp8_ds_mla"}
 
 
-FAMILY = helper(
+def _module(_arch: str, values: Values) -> str | None:
+    record = FORMATS[values["cache_dtype"]]
+    apart = record.rope is not None and record.content.count == KV_LORA_RANK
+    return "dsl_kernels.smxx.dsa_prologue" if apart else None
+
+
+_HELPER = helper(
     "dsa_prologue",
     IN_DTYPE,
     Axis("index_dtype", "i", ("i32", "i64"), "i32"),  # of both slot mappings
@@ -40,3 +49,4 @@ FAMILY = helper(
         "content", "rope", "scale", "kv", "index_cache", "out_q", "out_weights", "out_rope",
     ),
 )  # fmt: skip
+FAMILY = replace(_HELPER, module=_module)

@@ -98,7 +98,8 @@ def _indexer(model: Model) -> Iterator[VariantSpec]:
             op="append_index_k", arch=arch, in_dtype=model.of_rows, index_dtype=index,
             hadamard=int(model.hadamard), **turned, **positions,
         )  # fmt: skip
-        if turned and model.norm and model.rope != PLAIN:  # or the engine does their work
+        prologue = FAMILIES["dsa_prologue"].module(arch, {"cache_dtype": model.dtype})
+        if prologue and turned and model.norm and model.rope != PLAIN:  # else it is the engine's
             yield VariantSpec(
                 op="dsa_prologue", arch=arch, in_dtype=model.of_rows, index_dtype=index,
                 hadamard=int(model.hadamard), rope_style=model.rope, index_style=model.index_rope,
