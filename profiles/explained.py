@@ -58,7 +58,7 @@ EXPLAINED_OF = {
     ),
     "sparse_decode_f16_r32_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
     "*decode_f16_r64_*": ("8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
-    "mha_fwd_*": (
+    "mha_fwd_*_sm90a": (
         "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
         "2 x wgmma.fence.sync.aligned in mha_fwd.py",
     ),

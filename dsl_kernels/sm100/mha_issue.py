@@ -136,7 +136,7 @@ class Products:
         tmem, q, k, _ = operands
         slot = use % STAGES
         self.loads.k.wait_full(st, slot, (use // STAGES) & 1)
-        umma.after_sync()
+        # what softmax did with the columns that S takes, the wait for that turn's P has ordered
         if umma.elected():
             at = umma.advance(k, slot * (2 * TILE * self.d_qk))
             self.multiply_keys(tmem + S_AT + x % TURNS * TILE, q, at)

@@ -403,3 +403,26 @@ def test_the_switch_takes_the_whole_matrix() -> None:
         assert set(found) == names and len(found) == len(names)
         marked = "test_lengths_beyond_the_block_table_end_with_it[dual_wg-64-16-3-cpu]"
         assert (marked in done.stdout) == bool(switch)
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sparse_decode_ws_r64_obf16_gather4_sm100a", None),
+        ("sparse_decode_ws_r64_of32_gather4_sm100a", None),
+        ("sparse_decode_etap_r64_obf16_gather4_sm90a", "no kernel module"),
+        ("sparse_decode_ws_r64_obf16_math_gather4_sm100a", "gather4 has no build of a half"),
+        ("mha_fwd_d192_dbf16_turns_sm100a", None), ("mha_fwd_d128_df16_turns_sm100a", None),
+        ("mha_fwd_d192_dbf16_turns_sm90a", "no kernel module"),
+        ("mha_fwd_d192_dbf16_split_turns_sm100a", "no kernel module"),
+        ("mha_fwd_d256_dbf16_turns_sm100a", "takes 192/128 or 128/128 channels"),
+        ("mha_fwd_d192_dbf16_sm100a", "no kernel module"),
+    ],
+)  # fmt: skip
+def test_what_sm100_has_when_it_is_asked_for(name: str, reason: str | None) -> None:
+    """Kernels that no host takes by itself, and that the default matrix lacks."""
+    spec = VariantSpec.from_name(name)
+    assert spec.name == name and spec not in matrix.default_specs(spec.arch, ask_kernels=False)
+    found = matrix.exclusion(spec)
+    assert found is None if reason is None else found is not None and reason in found
