@@ -56,7 +56,7 @@ SAMPLES = {"fp8": ("decode", 12), "dense": ("dense_decode", 8)}
 ASKED = (
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
     "mha_merge_obf16_v256_sm90a",
-    "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
+    "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c1_sm90a", "select_topk_t64_e0_c2_sm90a",
     "append_index_k_xbf16_ii64_hd1_sm90a", "sparse_prefill_r64_d576_indexer_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
     "append_kv_xbf16_ii32_kvfp8_v41_planar_sm90a", "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a",

@@ -1,6 +1,7 @@
 """``select_topk``: the k highest scores of each row; sparse attention then reads those tokens.
 
-A variant is how much of a row a cluster holds; which one serves a call does not show in results.
+A variant is how much of a row a cluster holds, or by how many CTAs it is streamed; which one serves
+a call does not show in results.
 """
 
 from __future__ import annotations

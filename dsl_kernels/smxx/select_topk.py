@@ -5,11 +5,13 @@ sort would put first: ties go to the lowest position, -0 equals +0, NaN is above
 in ascending order of position, as positions behind ``start`` or as cache slots, -1 behind.
 
 Roles        a cluster takes a row: each CTA a run of it, each warp a run of that, in chunks of 128.
-             All warps sweep; warp 0 of every CTA looks the threshold up.
+             All warps sweep; warp 0 of every CTA looks the threshold up.  Variants that keep no
+             keys leave a row of up to 16 keys a thread to the first CTA, which keeps those; the
+             others of its cluster end.
 Memory       registers: ``keys`` ordered scores a thread (``topk_keys``); without, a window of 16
              that every sweep loads again.  Shared: three histograms with their group sums 25 KB;
-             the list, 48 KB: scores that may be selected with their positions, later the positions
-             that are; two bitmaps, a bit for a column of the CTA each.
+             the list, 48 KB: scores that may be selected with their columns; two bitmaps, a bit for
+             a column of the CTA each.
 Timeline     wait for the previous grid
              | scores -> keys; histogram of the upper 11 bits; cluster barrier; its threshold bin
              | keys in that bin or above -> list, in any order
@@ -18,15 +20,19 @@ Timeline     wait for the previous grid
              where all keys of the bin are its lowest, as zeros are
              | list -> bits of the columns above the threshold, and at it
              | prefix sums of both; cluster barrier; the first ties are kept
-             | bits -> positions in shared memory -> slots, by all threads -> out
-             Where the list overflows, its CTA makes the later sweeps over keys instead.
+             | list: an entry's place is the sum before its word and the bits before its own
+             | -> slots -> out
+             Where the list overflows, its CTA makes the later sweeps over keys instead, and bits
+             become positions in shared memory, in order, before they become slots.
 Bytes moved  4 a column read (without registers up to five times); 4 a k written.
 
 Histogram counts are sums of integers, and what a list or a bitmap holds does not depend on who came
 first: results depend on the row alone, not on the grid, the cluster or timing.
 
 What no host has read is bounded here: start to the columns, length to those behind it.  A page
-outside the block table's width, or below 0 in it, gives slot -1.
+outside the block table's width, or below 0 in it, gives slot -1.  Scores that are written while
+sweeps read them are counted as others than are marked: what is selected is nobody's claim then, but
+bins, places and positions stay in their bounds.
 """
 
 from __future__ import annotations

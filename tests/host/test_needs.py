@@ -123,7 +123,7 @@ def choose(model: Model) -> None:
     for heads, s_q in itertools.product(model.index_heads, (1, 2, 3, 8)):
         q = torch.zeros(BATCH, s_q, heads, 128).to(torch.float8_e4m3fn)
         dsa.index_topk(q, torch.zeros(BATCH, s_q, heads), keys, TABLE, LENGTHS, 8)
-    for rows, columns in itertools.product((1, 100), (64, 9000, 40000, 100_000, 200_000, 400_000)):
+    for rows, columns in itertools.product((1, 20, 50, 100), (64, 9000, 40000, 200_000, 400_000)):
         logits = torch.empty(rows, columns)  # nobody touches it
         dsa.select_topk(logits, torch.ones(rows, dtype=torch.int32), 8)
 

@@ -54,13 +54,30 @@ def same(made: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
 
 def test_every_shape_is_chosen_and_holds_its_rows() -> None:
     chosen = set()
-    for columns in (1, 8192, 8193, 32768, 32769, 131072, 131073, 262144, 262145, MOST):
-        for rows in (1, 16, 17, 96, 97, 4096):
+    for columns in (1, 8192, 8193, 32768, 32769, 131072, 131073, 262144, 262145, 1048577, MOST):
+        for rows in (1, 8, 9, 24, 25, 64, 65, 96, 97, 4096):
             shape = shapes.choose(rows, columns)
             assert shape.columns >= columns
             chosen.add(shape)
     assert chosen == set(shapes.ALL)
     assert shapes.MAX_COLUMNS == MOST
+
+
+@pytest.mark.parametrize(
+    ("columns", "clusters"),
+    [
+        (8192, (1, 1, 1, 1, 1, 1)), (32768, (2, 2, 2, 2, 2, 1)), (131072, (8, 8, 4, 2, 1, 1)),
+        (163840, (8, 8, 4, 2, 1, 1)), (262147, (8, 8, 4, 2, 2, 2)), (524289, (8, 8, 4, 4, 4, 4)),
+        (MOST, (8, 8, 8, 8, 8, 8)),
+    ],
+)  # fmt: skip
+def test_rows_choose_where_rows_are_wide(columns: int, clusters: tuple[int, ...]) -> None:
+    """CTAs a row for 1, 8, 24, 64, 96 and 256 rows: the fewer the more rows, if they hold the
+    width; up to 8 rows of 128K columns keep their keys."""
+    chosen = [shapes.choose(rows, columns) for rows in (1, 8, 24, 64, 96, 256)]
+    assert tuple(shape.cluster for shape in chosen) == clusters
+    kept = [shape.keys > 0 for shape in chosen]
+    assert kept == [columns <= 32768 or (columns <= 131072 and i < 2) for i in range(6)]
 
 
 @pytest.mark.parametrize("most", [8192, 16384 * 2, 131072, 262144])

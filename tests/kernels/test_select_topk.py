@@ -114,7 +114,7 @@ def apart(logits: Tensor, step: int, begin: int) -> Tensor:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize("begin", [pytest.param(0, marks=pytest.mark.whole_matrix), 3])
 def test_rows_between_16_bytes(target: str, shape: tuple[int, int, int], begin: int) -> None:
     """Neighbouring rows begin at other words of 16 bytes, in memory of infinities."""
     columns, k = 1021, 60  # with three more, all that the smaller variant holds

@@ -22,21 +22,28 @@ KEPT = 16  # keys of a thread where one CTA keeps a row
 
 
 def right(
-    target: str, shape: tuple[int, int, int], logits: Tensor, lengths: list[int], k: int,
-    options: Options | None = None, **given: Tensor | int,
-) -> None:  # fmt: skip
-    """Raises unless one launch, with the hazard check on, is what a stable sort gives."""
+    target: str,
+    shape: tuple[int, int, int],
+    logits: Tensor,
+    lengths: list[int],
+    k: int,
+    table: Tensor | None = None,
+    starts: Tensor | None = None,
+    options: Options | None = None,
+) -> None:
+    """Raises unless one launch, with the hazard check on, is what a stable sort gives; ``table``:
+    one row, of all rows of scores."""
     threads, keys, cluster = shape
     call = kernel(target, op="select_topk", threads=threads, keys=keys, cluster=cluster)
-    device, counts = device_of(target), torch.tensor(lengths).int()
-    there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
-    made = workload.arguments(logits.to(device), counts.to(device), k, **there)  # type: ignore[arg-type]
+    counts, next_n = torch.tensor(lengths).int(), 1 if table is None else len(lengths)
+    want = topk_reference.select_topk_reference(
+        logits, counts, k, block_table=table, row_starts=starts, next_n=next_n
+    )
+    device = device_of(target)
+    pages, begins = (None if x is None else x.to(device) for x in (table, starts))
+    made = workload.arguments(logits.to(device), counts.to(device), k, pages, begins, next_n)
     with using(options or Options(hazards="raise")):
         call(*made.values())
-    want = topk_reference.select_topk_reference(
-        logits, counts, k, block_table=given.get("table"), row_starts=given.get("starts"),
-        next_n=given.get("next_n", 1),
-    )  # type: ignore[arg-type]  # fmt: skip
     for mine, each in zip((made["out"], made["counts"]), want, strict=True):
         assert torch.equal(mine.cpu(), each)
 
@@ -71,8 +78,7 @@ def test_rows_of_all_lengths(target: str, shape: tuple[int, int, int]) -> None:
     found, lengths = rows_of(shape, everyday=shape == PAIR)
     columns = found.shape[1]
     table = torch.randperm(columns // 64 + 1).int().view(1, -1)
-    given = {"table": table, "next_n": len(lengths)}
-    right(target, shape, apart(found, columns + 2, 3), lengths, 100, **given)
+    right(target, shape, apart(found, columns + 2, 3), lengths, 100, table)
 
 
 @pytest.mark.whole_matrix
@@ -96,7 +102,7 @@ def test_schedules(seed: int) -> None:
     """The same bits whenever warps run."""
     options = Options(asynchronous=("late", "early")[seed % 2], hazards="raise", seed=seed)
     for shape in (ONE, PAIR):
-        right("sm_90a", shape, *rows_of(shape), 60, options)
+        right("sm_90a", shape, *rows_of(shape), 60, options=options)
 
 
 @pytest.mark.whole_matrix
