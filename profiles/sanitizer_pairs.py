@@ -126,7 +126,7 @@ HANDOVERS = (
         frozenset((
             "softmax_few.py:block", "softmax_many.py:block", "softmax_many.py:hand_over",
             "dense_few.py:block", "dense_many.py:block", "mix16_softmax.py:hand_over",
-            "mix16_frames.py:move_frames", "sparse_prefill_few.py:tile",
+            "mix16_overlap.py:give", "mix16_frames.py:move_frames", "sparse_prefill_few.py:tile",
             "sparse_prefill_many.py:tile",
         )),
         frozenset((
@@ -134,6 +134,14 @@ HANDOVERS = (
             "dense_few.py:pv_block", "dense_many.py:pv_block", "sparse_prefill_few.py:product",
             "sparse_prefill_many.py:product",
         )),
+    ),
+    Handover(
+        "votes of the softmax warps for that frames move",
+        "the lane that writes arrives at the votes' barrier, which the readers wait for",
+        "`bar.warp.sync`, one lane arrives at that barrier for the next tile, which the lane that "
+        "writes again waits for, or, where frames move, all meet at a named barrier",
+        frozenset(("mix16_overlap.py:send_vote",)),
+        frozenset(("mix16_overlap.py:votes_heard",)),
     ),
     Handover(
         "what a warp makes of a tile's scales (sigma, log2, 1 / sigma, ratios)",

@@ -14,7 +14,8 @@ Roles (4 warpgroups of 128 threads)
     wg 0  warps 0, 1, 3  gather rows (common/gather.py)
           warp 2         announcer: the tokens' scales -> log2, reciprocal, ratios; then full; has
                          Q's tiles copied (common/gather_records.py, mix16_parts.py)
-    wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py)
+    wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py; of 64 rows when P.V
+                         hears of it, mix16_overlap.py)
     wg 2, 3              Q -> f16 (mix16_parts.py); P.V: O^T of half of d_v each, summed in the
                          tensor core (mix16_pv.py)
 
@@ -23,6 +24,9 @@ Timeline of tile i (one stage of the K ring)
     announcer     |  scales i+1 |
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
+
+With 64 rows over lists P i is announced when Q.K i + 1 has been issued, and no warp waits for votes
+before its exponentials (mix16_overlap.py).
 
 Items meet like this: half of Q's stage is free when the last tile's Q.K is half done, the rest when
 it is done; the announcer has the next item's Q copied then, out of L2, where it was asked for a few
@@ -70,6 +74,7 @@ from .bounds import Drains, only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
+from .mix16_overlap import softmax_of, votes_of
 from .mix16_parts import CONVERTED, CONVERTED_THREADS, STAGE_BYTES, Parts, layouts_of
 from .mix16_pv import ProductsOfV
 from .mix16_softmax import MixSoftmax
@@ -119,7 +124,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("P.V", pv, count=2),
         ),
         smem=tiles + SMALL_BYTES,
-        barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
+        barriers=barriers_of(spec, parts_of(spec)),
         mmas=()
         if only_of(spec) == "gather"
         else (
@@ -128,6 +133,11 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.Mma("P.V", 64, rows, TILE, "f16"),
         ),
     )
+
+
+def barriers_of(spec: VariantSpec, parts: Parts) -> tuple[bud.Barrier, ...]:
+    """Of a CTA."""
+    return *parts.barriers(), *P_RING.budget(), *INV_RING.budget(), *votes_of(spec)
 
 
 def build(spec: VariantSpec):
@@ -147,7 +157,7 @@ class Mix16(ProductsOfV, Drains):
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget, self.only = parts_of(spec), budget(spec), only_of(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = MixSoftmax(self.parts)
+        self.softmax = softmax_of(spec, MixSoftmax)(self.parts)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     # ---------------------------------------------------------------- host half
@@ -171,6 +181,7 @@ class Mix16(ProductsOfV, Drains):
         self.parts.q_tiles.init(st)
         P_RING.init(st)
         INV_RING.init(st)
+        self.softmax.init(st)
 
     @cute.jit
     def math_roles(self, cta, wg):

@@ -80,6 +80,9 @@ class MixSoftmax(RowFrames):
             votes=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),
         )
 
+    def init(self, st) -> None:
+        """Barriers of the role's own, by one thread: none."""
+
     # ---------------------------------------------------------------- items
 
     @cute.jit
@@ -144,13 +147,25 @@ class MixSoftmax(RowFrames):
         self.free_first_half(cta.st, span[0] >= span[1])
         self.free_queries(cta, qst, span[0] >= span[1])
         for tile in cutlass.range(span[0], span[1], unroll=1):
+            self.tile_begins(blocks, tile > span[0])
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
             self._end_with(qst, tile + 1 == span[1])
             fresh = self.block(cta, tools, qst, kst, blocks, fresh, l_run, tile, facts)
             kst.advance()
             blocks += 1
+        self.tiles_end(cta.st, blocks, span[0] < span[1])
         return kst, blocks
+
+    def tile_begins(self, blocks, follows) -> None:
+        """In front of the wait for a tile, whose P is the ``blocks``-th; ``follows``: whether
+        another of the item is before it.  Nothing."""
+
+    def scores_issued(self, st) -> None:
+        """When all of a tile's Q.K has been issued: nothing."""
+
+    def tiles_end(self, st, blocks, some) -> None:
+        """Behind an item's tiles, if there are ``some``: nothing."""
 
     def _end_with(self, *ending) -> None:
         """No loop may assign it: what it assigns goes from tile to tile."""
@@ -291,6 +306,7 @@ class MixSoftmax(RowFrames):
             t[v] = t[v] * sigma[self.fragment.token(v)]
         if const_expr(self.rope):
             self.issue_rope(t, rKr, rQr, True)
+            self.scores_issued(st)
             warpgroup.wait_group(0)
         return t
 
@@ -362,7 +378,7 @@ class MixSoftmax(RowFrames):
         """S^T -> P^T of one tile; returns the next ``fresh``."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        row, token, buf = self.fragment.row, self.fragment.token, blocks & 1
+        row, token = self.fragment.row, self.fragment.token
         st = cta.st
         (log, inverse, sigma), some = self.facts_of(st, kst.index, wwarp * 16 + lane // 4)
         if const_expr(self.few_rows):
@@ -387,9 +403,16 @@ class MixSoftmax(RowFrames):
             self.hide(st, t, tile, facts, wwarp, lane)
             for v in cutlass.range_constexpr(self.fragment.values):
                 top = cute.arch.fmax(top, t[v])
-        moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
-        self.hand_over(st, t, inverse, moves, first, blocks, l_run)
+        self.give(st, t, top > HEADROOM, inverse, first, blocks, l_run)
         return fresh - first
+
+    def give(self, st, t, wanted, inverse, first, blocks, l_run) -> None:
+        """P^T of ``t``, the values in their rows' frames, to P.V, its sums to the rows'; frames
+        move before that if ``first`` or some thread's ``wanted``."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        moves = self.vote(st, wanted, blocks & 1, wwarp, lane) | first
+        self.hand_over(st, t, inverse, moves, first, blocks, l_run)
 
     def hide(self, st, t, tile, facts, wwarp, lane) -> None:
         """-inf for what a row must not see of a tile, if the role ``hides``."""

@@ -24,6 +24,8 @@ Timeline of tile i (one stage of the K ring)
                     (of fewer rows 128 channels at once)
     P.V           | V^T of 16 channels | wait P i | (RoPE, 4 WGMMAs) | 2 WGMMAs, convert .. | free i
 
+With 64 rows over lists P i is announced when Q.K i + 1 has been issued (mix16_overlap.py).
+
 Registers as mix16.py's.
 
 Shared memory, 64 rows and 3 stages (bytes)
@@ -43,11 +45,12 @@ from ..smxx.two_list_entry import TwoListEntry, fake_args
 from . import mix16
 from .bounds import only_of
 from .decode import Decode, infeasible
+from .mix16_overlap import softmax_of
 from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
 from .mix16_v4_pv import BLOCK, ProductsOfV4
 from .mix16_v4_stamps import StampedProducts
-from .roles import FEW_ROWS, INV_RING, Layouts
-from .softmax_role import P_RING, P_STAGES
+from .roles import FEW_ROWS, Layouts
+from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -84,7 +87,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("P.V", pv, count=2),
         ),
         smem=tiles + mix16.SMALL_BYTES,
-        barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
+        barriers=mix16.barriers_of(spec, parts_of(spec)),
         mmas=(
             bud.Mma("Q.K content", TILE, rows, C, "f16"),
             bud.Mma("Q.K RoPE", TILE, rows, R, "bf16"),
@@ -112,7 +115,7 @@ class Mix16V4(ProductsOfV4):
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget = parts_of(spec, self.parts_class), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = self.softmax_class(self.parts)
+        self.softmax = softmax_of(spec, self.softmax_class)(self.parts)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     def layouts(self) -> Layouts:

@@ -27,6 +27,7 @@ from snapmla.testing import selfcheck
 from snapmla.testing.mha_job import MhaJob
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
 from snapmla.testing.prefill_job import PrefillJob
+from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.sparse_job import SparseJob, SparseShape
 from snapmla.testing.workloads.index_logits import sample_call
 from snapmla.testing.workloads.mha_fwd import wild_values
@@ -37,7 +38,8 @@ from tests.support.planting import line_of
 ETAP, DUAL = "sparse_decode_etap_r16_obf16_sm90a", "decode_dual_wg_r64_p64_obf16_sm90a"
 RECORDS, MHA = "record_decode_mix16_r16_obf16_sm90a", "mha_fwd_d192_dbf16_sm90a"
 F16, INDEX = "decode_f16_r16_p64_obf16_sm90a", "index_logits_h64_u2_sm90a"
-PREFILL = "sparse_prefill_r16_d512_sm90a"
+PREFILL, LISTS = "sparse_prefill_r16_d512_sm90a", "sparse_decode_mix16_r64_obf16_sm90a"
+LONG = (MHA, LISTS)  # whose runs are of the whole matrix
 SYNC, WAIT, BARRIER = "bar.warp.sync", "mbarrier.try_wait", "bar.sync"
 
 
@@ -50,6 +52,9 @@ def call_of(spec: VariantSpec, kernel: Any) -> Callable[[], object]:
     if spec.op == "record_decode":
         shape = PagedShape(7, 72, (70, 66, 0, 65), 3, 2, style="scales", parts=1, row_tile=16)
         return functools.partial(PagedRecordJob(spec, shape).run, kernel)
+    if spec.op == "sparse_decode" and spec.cache_dtype != "fp8":
+        records = RecordJob(spec, RecordShape(7, 130, (130, 66, 0, 70), 1, parts=1))
+        return functools.partial(records.run, kernel)
     if spec.op == "sparse_decode":
         job = SparseJob(spec, SparseShape(7, 130, (130, 66, 0, 70), parts=1))
         return functools.partial(job.run, kernel)
@@ -152,6 +157,9 @@ LOSSES = {  # by a handover's ``what``
         ETAP, SYNC, (("softmax_few.py", "cute.arch.sync_warp()", "flags_of(st)[wwarp, buf]"),),
         "race",
     ),
+    "votes of the softmax warps for that frames move": Loss(
+        LISTS, WAIT, (("mix16_overlap.py", "VOTES.wait_full("),), "race"
+    ),
     "zeros for V behind a sequence's end (K of the next tile of the stage)": Loss(
         F16, WAIT, (("f16.py", "P_RING.wait_full(", "def clear"),)
     ),
@@ -191,7 +199,7 @@ def runs() -> list[Any]:
     whole matrix."""
     lost, out = lambda what: (LOSSES[what].variant, LOSSES[what].opcode, LOSSES[what].lines), []
     for (variant, *_), group in itertools.groupby(LOSSES, lost):
-        marks = pytest.mark.whole_matrix if variant == MHA else ()
+        marks = pytest.mark.whole_matrix if variant in LONG else ()
         out.append(pytest.param(run := [*group], id=run[0], marks=marks))
     return out
 
