@@ -1,5 +1,5 @@
-"""The softmax warpgroup of ``mix16`` whose P.V runs under the next tile's softmax: 64 rows over
-lists.
+"""The softmax warpgroup of ``mix16`` whose P.V runs under the next tile's softmax (``overlap`` 1):
+64 rows over lists.
 
 As mix16_softmax.py, which hands P over in another way:
 
@@ -32,7 +32,7 @@ from ..common.barriers import Ring
 from ..common.rounding import fma
 from ..dims import TOKEN_TILE as TILE
 from .mix16_softmax import MixSoftmax
-from .roles import FEW_ROWS, SOFTMAX_WARPS, WARPGROUP
+from .roles import SOFTMAX_WARPS, WARPGROUP
 from .softmax_role import P_RING, P_STAGES, flags_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ VOTES = Ring("votes", P_STAGES, {"softmax": SOFTMAX_WARPS})
 
 
 def overlaps(spec: VariantSpec) -> bool:
-    """Whether P.V runs under the next tile's softmax: where that was measured to be faster."""
-    return spec.op == "sparse_decode" and spec.row_tile > FEW_ROWS
+    """Whether P.V runs under the next tile's softmax."""
+    return spec.op == "sparse_decode" and spec.overlap == 1
 
 
 def votes_of(spec: VariantSpec) -> tuple[bud.Barrier, ...]:
