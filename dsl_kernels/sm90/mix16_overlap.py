@@ -97,11 +97,11 @@ class Overlaps(MixSoftmax):
     # ---------------------------------------------------------------- P^T
 
     @cute.jit
-    def give(self, st, t, wanted, inverse, first, blocks, l_run):
+    def give(self, st, t, wanted, inverse, first, at, l_run):
         """P^T of ``t``, the values in their rows' frames, to P.V, which hears of it later."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        buf = blocks & 1
+        blocks, buf = at
         self.send_vote(st, wanted, buf, wwarp, lane)
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
         sums, moves = cute.make_rmem_tensor((self.fragment.rows,), Float32), Int32(first)

@@ -378,7 +378,7 @@ class MixSoftmax(RowFrames):
         """S^T -> P^T of one tile; returns the next ``fresh``."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        row, token = self.fragment.row, self.fragment.token
+        row, token, buf = self.fragment.row, self.fragment.token, blocks & 1
         st = cta.st
         (log, inverse, sigma), some = self.facts_of(st, kst.index, wwarp * 16 + lane // 4)
         if const_expr(self.few_rows):
@@ -403,15 +403,20 @@ class MixSoftmax(RowFrames):
             self.hide(st, t, tile, facts, wwarp, lane)
             for v in cutlass.range_constexpr(self.fragment.values):
                 top = cute.arch.fmax(top, t[v])
-        self.give(st, t, top > HEADROOM, inverse, first, blocks, l_run)
+        self.give(st, t, top > HEADROOM, inverse, first, (blocks, buf), l_run)
         return fresh - first
 
-    def give(self, st, t, wanted, inverse, first, blocks, l_run) -> None:
+    def give(self, st, t, wanted, inverse, first, at, l_run) -> None:
         """P^T of ``t``, the values in their rows' frames, to P.V, its sums to the rows'; frames
-        move before that if ``first`` or some thread's ``wanted``."""
+        move before that if ``first`` or some thread's ``wanted``.
+
+        Args:
+            at: how many P are behind us, and the buffer.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        moves = self.vote(st, wanted, blocks & 1, wwarp, lane) | first
+        blocks, buf = at
+        moves = self.vote(st, wanted, buf, wwarp, lane) | first
         self.hand_over(st, t, inverse, moves, first, blocks, l_run)
 
     def hide(self, st, t, tile, facts, wwarp, lane) -> None:
