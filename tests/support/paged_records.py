@@ -50,7 +50,8 @@ def by_lists(job: PagedRecordJob, kernel: Any, split_tiles: int = 0) -> tuple[Te
     plan = plan_reference(lengths, 1, 64, 1, shape.topk, split_tiles, queries=queries)
     slots = max(plan.split_begin[-1], 1)
     given: dict[str, Any] = {
-        "q": q, "q_rope": q, "q_stride": q.shape[-1], "q_rope_stride": q.shape[-1], "cache": job.cache, "indices": job.indices.unflatten(0, q.shape[:2]),
+        "q": q, "q_rope": q, "q_stride": q.shape[-1], "q_rope_stride": q.shape[-1],
+        "cache": job.cache, "indices": job.indices.unflatten(0, q.shape[:2]),
         "topk_length": torch.tensor(lengths, dtype=torch.int32), "attn_sink": torch.empty(0),
         "out": torch.full((*q.shape[:3], KV_LORA_RANK), math.nan, dtype=DTYPES["bf16"]),
         "lse": torch.full((q.shape[0], shape.heads, shape.s_q), math.nan),
