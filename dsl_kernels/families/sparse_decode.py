@@ -36,7 +36,7 @@ AXES = (
     ),
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
-    # 1: P.V of mix16 runs under the next tile's softmax (sm90/mix16_overlap.py); built when asked for
+    # 1: P.V of mix16 runs under the next tile's softmax (sm90/mix16_overlap.py)
     Axis("overlap", "ov", (0, 1), 0, named=False),
     # gather, math: without the other half, for bounds of time; results are none (sm90/bounds.py)
     Axis("only", "", ("all", "gather", "math"), "all", named=False),

@@ -14,8 +14,8 @@ Roles (4 warpgroups of 128 threads)
     wg 0  warps 0, 1, 3  gather rows (common/gather.py)
           warp 2         announcer: the tokens' scales -> log2, reciprocal, ratios; then full; has
                          Q's tiles copied (common/gather_records.py, mix16_parts.py)
-    wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py; with ``overlap``, when P.V
-                         hears of it, mix16_overlap.py)
+    wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py; with ``overlap``
+                         P.V hears of it later, mix16_overlap.py)
     wg 2, 3              Q -> f16 (mix16_parts.py); P.V: O^T of half of d_v each, summed in the
                          tensor core (mix16_pv.py)
 
