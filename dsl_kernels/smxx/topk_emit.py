@@ -93,12 +93,12 @@ def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -
     for at in cutlass.range(begin, end, unroll=1):
         mine += _pack_word(shape, sm, at)
     before, total = _scan(shape, sm, mine)
-    if tidx == 0:
-        told = cutlass.min(total & TIES, MOST_TIES)
-        sm.sums[TOTAL] = (total - (total & TIES)) | told
-    cluster_sync(shape)
     ranks = Int32(0)  # sums of the CTAs before this one
     if cutlass.const_expr(shape.cluster > 1):
+        if tidx == 0:
+            told = cutlass.min(total & TIES, MOST_TIES)
+            sm.sums[TOTAL] = (total - (total & TIES)) | told
+        cluster_sync(shape)
         if lane < rank:
             ranks = of_rank(shape, sm.sums, TOTAL, lane)
         ranks = cute.arch.warp_redux_sync(ranks, "add")
