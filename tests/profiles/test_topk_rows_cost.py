@@ -47,7 +47,10 @@ def test_results_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem.check(call, first.flip(1))[1] == "differs"
 
     def other(change: torch.Tensor) -> str:
-        return problem.check(lambda _: problem.out.copy_(change), None)[1]
+        def write(_: int) -> None:
+            problem.out.copy_(change)
+
+        return problem.check(write, None)[1]
 
     assert other(first.flip(1)) == "is not ascending"
     assert other(torch.arange(40).int().expand(3, -1)) == "is not what torch.topk selects"

@@ -60,13 +60,27 @@ def arguments(
     }  # fmt: skip
 
 
+def _widths(spec: VariantSpec) -> tuple[int, ...]:
+    """Columns of small calls: of variants that keep no keys, rows that one CTA keeps after all, and
+    rows that are streamed."""
+    if spec.keys:
+        return (min(capacity(spec), MOST),)
+    kept = 16 * spec.threads
+    return min(kept * 7 // 8, MOST), max(MOST, kept + MOST // 4)
+
+
 def small(spec: VariantSpec) -> Iterator[Call]:
+    """Calls of each of ``_widths``."""
+    for columns in _widths(spec):
+        yield from _calls(spec, columns)
+
+
+def _calls(spec: VariantSpec, columns: int) -> Iterator[Call]:
     """Numbers, ties that overflow the list, specials; lengths about k; NaN around every row.
 
     Ties are two numbers that differ in the lowest bits, of which all but one are wanted: no count
     may be missing, in no pass.
     """
-    columns = min(capacity(spec), MOST)
     starts = torch.tensor([7, 5, 2, 0, 1, columns + 9], dtype=torch.int32)
     table = torch.randperm(3 * (columns // PAGE + 1)).int().view(3, -1)
     table[2, 0] = -1
