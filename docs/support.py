@@ -99,7 +99,6 @@ OPERATIONS = (
     ), {
         "index_cost": (NO_CACHE,), "index_cost-h100": (NO_CACHE,),
     }, "index keys, 132 bytes"),
-    Operation("`dsa.prologue`", (_helper("dsa_prologue"),), {}),
     Operation("`append_kv`, `fetch_dequant`", (_helper("append_kv"), _helper("fetch_dequant")), {
         "append_cost": ("fp8", "fp8_ds_mla", "fp8_v4"),
     }),
@@ -141,13 +140,16 @@ def cards(operation: Operation, name: str) -> str:
 
 
 def rows(operation: Operation) -> Iterator[tuple[str, ...]]:
-    """(call, formats, cells) of an operation; formats with the same cells share a row."""
+    """(call, formats, cells) of an operation; formats with the same cells share a row, and those
+    that no architecture serves have none."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in operation.kernels[0]:
         sm90, sm100 = (
             max((cell(kernels[name], arch) for kernels in operation.kernels), key=ORDER.index)
             for arch in ARCHS
         )
+        if sm90 == sm100 == NONE:
+            continue
         label = f"`{name}`" if name else operation.cache
         groups.setdefault((sm90, cards(operation, name), sm100), []).append(label)
     for cells, names in groups.items():

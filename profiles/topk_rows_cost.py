@@ -32,8 +32,8 @@ import torch
 import typer
 
 from codegen.artifacts import write_atomic
-from dsl_kernels.families.select_topk import share
 from dsl_kernels.spec import VariantSpec
+from dsl_kernels.topk_share import share
 from profiles import page, timing
 from profiles.dsa_cost import timed
 from profiles.machine import machine

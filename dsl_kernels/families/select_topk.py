@@ -15,19 +15,6 @@ THREADS = Axis("threads", "t", (64, 128, 512, 1024))
 KEYS = Axis("keys", "e", (0, 8, 16, 32))
 CLUSTER = Axis("cluster", "c", (1, 2, 4, 8))
 
-# columns a thread where sweeps read memory: more than 128, so that 8 CTAs hold 1M tokens and drafts
-STREAMED = 132
-# the same of CTAs of 1024 threads that are fewer: each takes 256K tokens
-FEW_STREAMED = 256
-MANY = 8  # CTAs a row
-
-
-def share(threads: int, keys: int, cluster: int) -> int:
-    """Columns of a row that one CTA takes at most."""
-    few = threads == 1024 and cluster < MANY
-    return threads * (keys or (FEW_STREAMED if few else STREAMED))
-
-
 # keys a thread and CTAs a row of the default matrix, all of 1024 threads: what hosts choose from
 CHOSEN = ((8, 1), (16, 2), (32, 1), (16, 8), (0, 1), (0, 2), (0, 4), (0, 8))
 

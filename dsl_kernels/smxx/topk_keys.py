@@ -22,7 +22,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..families.select_topk import share
+from ..topk_share import share
 from . import quant
 from .prefix_sum import warp_scan
 

@@ -278,5 +278,4 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 WORKLOAD = Workload(
     small, bit_for_bit, recorded, sized, truth, public, moved,
-    bench={"dsa_prologue": {"": {"index_dtype": "i64"}}},
 )  # fmt: skip
