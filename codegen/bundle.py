@@ -40,6 +40,7 @@ SPEC_FILES = (
     "cache_records/*.py",
     "index_cache.py",
     "mha_list.py",
+    "topk_share.py",
     "records.py",
     "spec.py",
     "registry.py",

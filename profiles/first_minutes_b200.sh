@@ -68,7 +68,7 @@ run() {
         info) part info ;;
         helpers) small_calls 'append_kv|quantize_q|fetch_dequant' ;;
         plans) small_calls 'plan_decode|plan_to_records|records_to_plan|merge' ;;
-        indexer) small_calls 'append_index_k|index_rows|fetch_index_k|select_topk|index_logits|mha_' ;;
+        indexer) small_calls 'append_index_k|dsa_prologue|index_rows|fetch_index_k|select_topk|index_logits|mha_' ;;
         decode) small_calls 'decode_|dense_decode|record_decode|sparse_' ;;
         memcheck) small_calls "$smallest" 'compute-sanitizer --tool memcheck --error-exitcode 9' ;;
         tests) part tests ;;
