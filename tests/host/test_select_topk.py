@@ -80,6 +80,16 @@ def test_rows_choose_where_rows_are_wide(columns: int, clusters: tuple[int, ...]
     assert kept == [columns <= 32768 or (columns <= 131072 and i < 2) for i in range(6)]
 
 
+@pytest.mark.parametrize(
+    ("columns", "most", "clusters"),
+    [(32768, 96, (2, 1)), (163840, 8, (8, 4)), (163840, 24, (4, 2)), (163840, 64, (2, 1))],
+)
+def test_where_the_choice_turns(columns: int, most: int, clusters: tuple[int, int]) -> None:
+    """CTAs a row for the most rows that have as many, and for one row more: an H200's times."""
+    chosen = [shapes.choose(rows, columns).cluster for rows in (most, most + 1)]
+    assert tuple(chosen) == clusters
+
+
 @pytest.mark.parametrize("most", [8192, 16384 * 2, 131072, 262144])
 def test_rows_between_16_bytes_want_room(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Kernels count up to three columns before such a row: one that just held it does no more."""
