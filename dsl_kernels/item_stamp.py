@@ -28,7 +28,7 @@ class Event(IntEnum):
     Q_CONVERTED = 10  # as softmax sees it
     TILE_THERE = 11
     SCORES = 12  # of a tile
-    P_GIVEN = 13  # of a tile; with ``overlap`` it is there, announced with the next one's scores
+    P_GIVEN = 13  # of a tile; of 64 rows over lists it is announced with the next one's scores
     SUMS_GIVEN = 14  # 1 / row sums of an item
     P_TAKEN = 15  # of a tile, by the first half of P.V
     PRODUCTS_END = 16  # of an item

@@ -12,13 +12,13 @@ query object that was just made and a block table that is new with the step; two
 turns.  Of its calls the mean counts, as the first ones of a step may take longer, but for the
 slowest hundredth.
 
-``--against`` starts a fresh process for every turn of either checkout, five of each, and compares
-the medians of their medians: one process differs from the next by more than a small change costs.
+``--against`` has both checkouts in one process, where their calls of a kind take turns, and starts
+five such processes: one process differs from the next by more than a small change costs.  The
+difference is the median of the processes' own differences.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -308,17 +308,11 @@ def flashmla_itself(
     return {"FlashMLA's own operator, planned": lambda: op(*step, records, splits, None)}
 
 
-def measure(
-    calls: int, folder: Path | None, inner: bool, peers: Path | None = None
-) -> dict[str, list[float]]:
-    """Name -> times of all its calls, of our package or of the checkout in ``folder``."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        if folder is None:
-            package: Any = importlib.import_module("snapmla")
-        else:
-            package = stack.enter_context(checkouts.Checkout(folder).active())
-        kinds = calls_to_time(package, torch.device("cuda"), inner, peers)
+def measure(calls: int, peers: Path | None = None) -> dict[str, list[float]]:
+    """Name -> times of all its calls, of our package."""
+    with torch.inference_mode():
+        package: Any = importlib.import_module("snapmla")
+        kinds = calls_to_time(package, torch.device("cuda"), True, peers)
         times: dict[str, list[float]] = {name: [] for name in kinds}
         for turn in range(ROUNDS + 1):
             for name, call in kinds.items():
@@ -327,36 +321,52 @@ def measure(
     return times
 
 
-def _measure_apart(calls: int, folder: Path | None) -> dict[str, float]:
-    """Name -> median, or mean of a step's, measured by a fresh process."""
+def measure_both(calls: int, folder: Path) -> dict[str, tuple[float, float]]:
+    """Name -> (old, new), what stands for all calls of a kind that both packages have."""
+    device, times = torch.device("cuda"), {}
+    with torch.inference_mode():
+        with checkouts.Checkout(folder).active() as package:
+            old = calls_to_time(package, device, False, None)
+            for call in old.values():
+                timed(call, 1)  # imports and loads
+        new = calls_to_time(importlib.import_module("snapmla"), device, False, None)
+        for turn in range(ROUNDS + 1):
+            for name in (name for name in new if name in old):
+                pair = times.setdefault(name, ([], []))
+                for side in (0, 1) if turn % 2 else (1, 0):
+                    found = timed((old, new)[side][name], calls // ROUNDS)
+                    pair[side].extend(found if turn else [])
+    return {name: (usual(name, a), usual(name, b)) for name, (a, b) in times.items()}
+
+
+def _both_apart(calls: int, folder: Path) -> dict[str, tuple[float, float]]:
+    """Name -> (old, new), measured by a fresh process."""
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "medians.json"
         command = [sys.executable, "-m", "profiles.host_time", "--calls", str(calls)]
-        command += ["--child", str(target)]
-        if folder is not None:
-            command += ["--against", str(folder)]
+        command += ["--child", str(target), "--against", str(folder)]
         subprocess.run(command, check=True)
-        return dict(json.loads(target.read_text()))
+        return {name: tuple(pair) for name, pair in json.loads(target.read_text()).items()}
 
 
 def alternate(calls: int, folder: Path, turns: int) -> list[str]:
-    """Rows of the table of both checkouts: medians over ``turns`` processes of each."""
-    seen: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
-    for _ in range(turns):
-        for runs, where in zip(seen, (folder, None)):
-            runs.append(_measure_apart(calls, where))
-    lines = ["| eager call | old, host µs | new, host µs | new - old |", "|---|---|---|---|"]
-    for name in seen[1][0]:
-        if name not in seen[0][0]:
-            continue  # a call that the other checkout has not
-        old, new = (statistics.median(run[name] for run in runs) for runs in seen)
-        lines.append(f"| {name} | {old:.2f} | {new:.2f} | {new - old:+.2f} |")
+    """Rows of the table of both checkouts: medians over ``turns`` processes."""
+    runs = [_both_apart(calls, folder) for _ in range(turns)]
+    head = "| eager call | old, host µs | new, host µs | new - old | of the processes |"
+    lines = [head, "|---|---|---|---|---|"]
+    for name in runs[0]:
+        old, new = (statistics.median(run[name][side] for run in runs) for side in (0, 1))
+        more = sorted(run[name][1] - run[name][0] for run in runs)
+        spread = f"{more[0]:+.2f} to {more[-1]:+.2f}"
+        lines.append(
+            f"| {name} | {old:.2f} | {new:.2f} | {statistics.median(more):+.2f} | {spread} |"
+        )
     return lines
 
 
 def _rows(calls: int, peers: Path | None) -> list[str]:
     lines = ["| eager call | host µs, median | 90th percentile |", "|---|---|---|"]
-    for name, values in measure(calls, None, True, peers).items():
+    for name, values in measure(calls, peers).items():
         late = sorted(values)[len(values) * 9 // 10]
         lines.append(f"| {name} | {usual(name, values):.2f} | {late:.2f} |")
     return lines
@@ -366,7 +376,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the table.")] = Path("build/bench"),
     calls: Annotated[int, typer.Option(help="Calls timed of each kind.")] = 2000,
     against: Annotated[Path | None, typer.Option(help="Another checkout, timed in turn.")] = None,
-    turns: Annotated[int, typer.Option(help="Processes of either checkout.")] = 5,
+    turns: Annotated[int, typer.Option(help="Processes with both checkouts.")] = 5,
     peers: Annotated[
         Path | None, typer.Option(envvar="SNAPMLA_PEERS", help="Folder of the peers' libraries.")
     ] = None,
@@ -374,8 +384,8 @@ def main(
 ) -> None:
     """Times the calls and writes ``host_time.md`` (``host_time_against.md``)."""
     if child is not None:
-        times = measure(calls, against, inner=False)
-        write_atomic(child, json.dumps({n: usual(n, v) for n, v in times.items()}))
+        assert against is not None  # ``_both_apart`` gave it
+        write_atomic(child, json.dumps(measure_both(calls, against)))
         return
     rows = _rows(calls, peers) if against is None else alternate(calls, against, turns)
     facts = machine(torch.device("cuda"), timing.Nvml())
@@ -383,7 +393,7 @@ def main(
     notes = [f"b {BATCH}, {HEADS} heads, {LENGTH} tokens; {calls} calls of each kind, one by one"]
     if against is not None:
         other = checkouts.Checkout(against).commit
-        notes.append(f"old: commit {other}; medians of {turns} processes each, in turn")
+        notes.append(f"old: commit {other}; medians of {turns} processes, in each both in turn")
     where = f"{page.told(facts, named)}, {cpu_name()}"
     lines = page.head("host_time", "profiles.host_time", where, *notes)
     typer.echo("\n".join(rows))

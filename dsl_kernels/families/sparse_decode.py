@@ -36,8 +36,6 @@ AXES = (
     ),
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
-    # 1: P.V of mix16 runs under the next tile's softmax (sm90/mix16_overlap.py)
-    Axis("overlap", "ov", (0, 1), 0, named=False),
     # gather, math: without the other half, for bounds of time; results are none (sm90/bounds.py)
     Axis("only", "", ("all", "gather", "math"), "all", named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P
@@ -51,7 +49,6 @@ AXES = (
     # by what tokens of ws are gathered: TMA's gather4 is built when it is asked for
     Axis("loads", "", ("cp_async", "gather4"), "cp_async", named=False),
 )
-OVERLAPPING = ("fp8_ds_mla", "fp8_v4")  # caches over which mix16 has ``overlap``
 MODULES = {
     ("sm_100a", "ws", "fp8"): "dsl_kernels.sm100.sparse_ws",
     ("sm_90a", "etap", "fp8"): "dsl_kernels.sm90.sparse_etap",
@@ -66,9 +63,6 @@ MODULES = {
 
 def _module(arch: str, values: Values) -> str | None:
     found = MODULES.get((arch, values["pipeline"], values["cache_dtype"]))
-    overlaps = values["row_tile"] == 64 and values["cache_dtype"] in OVERLAPPING
-    if values["overlap"] and not (values["pipeline"] == "mix16" and overlaps):
-        return None
     if values["loads"] == "cp_async":
         return found
     return "dsl_kernels.sm100.sparse_gather4" if values["pipeline"] == "ws" and found else None

@@ -14,8 +14,8 @@ Roles (4 warpgroups of 128 threads)
     wg 0  warps 0, 1, 3  gather rows (common/gather.py)
           warp 2         announcer: the tokens' scales -> log2, reciprocal, ratios; then full; has
                          Q's tiles copied (common/gather_records.py, mix16_parts.py)
-    wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py; with ``overlap``
-                         P.V hears of it later, mix16_overlap.py)
+    wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py; 64 rows over
+                         lists: P.V hears of it later, mix16_overlap.py)
     wg 2, 3              Q -> f16 (mix16_parts.py); P.V: O^T of half of d_v each, summed in the
                          tensor core (mix16_pv.py)
 
@@ -25,7 +25,7 @@ Timeline of tile i (one stage of the K ring)
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
 
-With ``overlap`` P i is announced when Q.K i + 1 has been issued, and no warp waits for votes
+With 64 rows over lists P i is announced when Q.K i + 1 has been issued, and no warp waits for votes
 before its exponentials (mix16_overlap.py).
 
 Items meet like this: half of Q's stage is free when the last tile's Q.K is half done, the rest when

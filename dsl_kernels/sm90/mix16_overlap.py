@@ -1,5 +1,5 @@
-"""The softmax warpgroup of ``mix16`` whose P.V runs under the next tile's softmax (``overlap`` 1):
-64 rows over lists.
+"""The softmax warpgroup of ``mix16`` whose P.V runs under the next tile's softmax: lists of rows of
+656 bytes or of V4's, 64 query heads a CTA.
 
 As mix16_softmax.py, which hands P over in another way:
 
@@ -40,11 +40,12 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 VOTES = Ring("votes", P_STAGES, {"softmax": SOFTMAX_WARPS})
+CACHES = ("fp8_ds_mla", "fp8_v4")  # formats over which it won
 
 
 def overlaps(spec: VariantSpec) -> bool:
     """Whether P.V runs under the next tile's softmax."""
-    return spec.op == "sparse_decode" and spec.overlap == 1
+    return spec.op == "sparse_decode" and spec.row_tile == 64 and spec.cache_dtype in CACHES
 
 
 def votes_of(spec: VariantSpec) -> tuple[bud.Barrier, ...]:

@@ -24,7 +24,7 @@ Timeline of tile i (one stage of the K ring)
                     (of fewer rows 128 channels at once)
     P.V           | V^T of 16 channels | wait P i | (RoPE, 4 WGMMAs) | 2 WGMMAs, convert .. | free i
 
-With ``overlap`` P i is announced when Q.K i + 1 has been issued (mix16_overlap.py).
+With 64 rows over lists P i is announced when Q.K i + 1 has been issued (mix16_overlap.py).
 
 Registers as mix16.py's.
 

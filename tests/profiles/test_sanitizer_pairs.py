@@ -38,7 +38,7 @@ from tests.support.planting import line_of
 ETAP, DUAL = "sparse_decode_etap_r16_obf16_sm90a", "decode_dual_wg_r64_p64_obf16_sm90a"
 RECORDS, MHA = "record_decode_mix16_r16_obf16_sm90a", "mha_fwd_d192_dbf16_sm90a"
 F16, INDEX = "decode_f16_r16_p64_obf16_sm90a", "index_logits_h64_u2_sm90a"
-PREFILL, LISTS = "sparse_prefill_r16_d512_sm90a", "sparse_decode_mix16_r64_obf16_ov1_sm90a"
+PREFILL, LISTS = "sparse_prefill_r16_d512_sm90a", "sparse_decode_mix16_r64_obf16_sm90a"
 LONG = (MHA, LISTS)  # whose runs are of the whole matrix
 SYNC, WAIT, BARRIER = "bar.warp.sync", "mbarrier.try_wait", "bar.sync"
 
