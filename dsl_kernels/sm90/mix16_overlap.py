@@ -15,7 +15,7 @@ Timeline of tile i
     P.V           | V^T of i-1 | wait P i-1                | 8 x (2 WGMMAs, convert) of i-1 | free
 
 An item's last P is announced as soon as it is there.  Its first tile with a token moves frames
-anyway: warps meet for that, and P is computed once.
+anyway: warps meet for that, and P is computed once; of the votes they see that they are there.
 
     votes   softmax's warps -> the same   (a vote of each, in the buffer of the tile's P)
 """
@@ -108,6 +108,7 @@ class Overlaps(MixSoftmax):
         sums, moves = cute.make_rmem_tensor((self.fragment.rows,), Float32), Int32(first)
         if first != 0:
             self.move_frames(st, t, buf, first, l_run, wwarp, lane)
+            VOTES.wait_full(st, buf, blocks >> 1 & 1)  # warps have met: no phase ends unread
         self.write_p(st, t, inverse, sums, buf, wwarp, lane)
         if first == 0:
             moves = self.votes_heard(st, buf, blocks >> 1 & 1)

@@ -20,7 +20,7 @@ from snapmla.testing.workloads.samples import PAGE, Source
 
 MOST = 2200  # columns of small calls, which overflow the list of the smaller variants
 RESULTS = {"out": "out", "counts": "counts"}
-K = 2048
+K = 2048  # the largest k
 
 
 def capacity(spec: VariantSpec) -> int:
@@ -78,15 +78,15 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 def _calls(spec: VariantSpec, columns: int) -> Iterator[Call]:
     """Numbers, ties that overflow the list, specials; lengths about k; NaN around every row.
 
-    Ties are two numbers that differ in the lowest bits, of which all but one are wanted: no count
-    may be missing, in no pass.
+    Ties are two numbers that differ in the lowest bits, of which all but one are wanted, in the row
+    of k + 1 where ``K`` bounds k: no count may be missing, in no pass.
     """
     starts = torch.tensor([7, 5, 2, 0, 1, columns + 9], dtype=torch.int32)
     table = torch.randperm(3 * (columns // PAGE + 1)).int().view(3, -1)
     table[2, 0] = -1
     cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
-        ("normal", columns // 8 + 1, {"table": table, "next_n": 2}),
-        ("close", columns - 9, {"starts": starts}),
+        ("normal", min(columns // 8 + 1, K), {"table": table, "next_n": 2}),
+        ("close", min(columns - 9, K), {"starts": starts}),
         ("special", 100, {"table": table[:, :3], "starts": starts, "next_n": 2, "page_size": 24}),
     )
     for name, k, options in cases:
