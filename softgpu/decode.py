@@ -49,6 +49,7 @@ OF_WARP = frozenset((
 SPECIAL = OF_GRID | OF_BLOCK | OF_WARP
 
 NORMAL, BRANCH, EXIT = 0, 1, 2
+_MMA = "wgmma.mma_async."
 
 _BUILDERS: dict[str, Builder] = {}
 _WIDTH = {"pred": 0, "b8": 16, "u8": 16, "s8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16,
@@ -175,10 +176,12 @@ class Program:
     def checked(self) -> list[tuple[int, Any, int, bool]]:
         """``code`` with register accesses reported to the hazard checker first."""
         out = []
+        mmas = {pc for pc, x in enumerate(self.kernel.code) if x.opcode.startswith(_MMA)}
         for pc, (kind, fn, guard, negated) in enumerate(self.code):
-            if kind == NORMAL:
-                own = self.kernel.code[pc].parts[:2] == ["wgmma", "mma_async"]
-                fn = _checked(fn, pc, 0 if own else self.registers[pc])
+            if kind == NORMAL and mmas:
+                fn = _checked(fn, pc, 0 if pc in mmas else self.registers[pc])
+            elif kind == NORMAL:
+                fn = _placed(fn, pc)
             out.append((kind, fn, guard, negated))
         return out
 
@@ -204,6 +207,7 @@ class Decoder:
         self.counts = {0: 0, 16: 0, 32: 0, 64: 0, 128: 0}
         self.views: list[tuple[Any, ...]] = []
         self._index: dict[tuple[Any, ...], int] = {}
+        self._kinds: dict[str, str | None] = {}
         self._scratch = 0
         self.ins: Instr  # the one whose operands are resolved
         self.variables: dict[str, int] = {}
@@ -240,10 +244,16 @@ class Decoder:
             self.views.append(key)
         return self._index[key]
 
+    def kind(self, name: str) -> str | None:
+        """``Kernel.reg_type``, looked up once."""
+        if name not in self._kinds:
+            self._kinds[name] = self.kernel.reg_type(name)
+        return self._kinds[name]
+
     def width(self, operand: Operand) -> int:
         """Register width in bits (0 for a predicate); an immediate or symbol counts as 64."""
         if isinstance(operand, Reg):
-            kind = self.kernel.reg_type(operand.name)
+            kind = self.kind(operand.name)
             if kind is not None:
                 if kind not in _WIDTH:
                     raise self.error(f"register type .{kind}")
@@ -279,7 +289,7 @@ class Decoder:
         if not isinstance(operand, Reg):
             raise self.error(f"operand {operand}")
         name = operand.name
-        if self.kernel.reg_type(name) is not None:
+        if self.kind(name) is not None:
             return self.reg(name, dtype, part)
         if name in self.symbols:
             return self._add(("symbol", name, dtype))
@@ -457,6 +467,16 @@ def _checked(fn: Handler, pc: int, bits: int) -> Handler:
         registers.touched |= bits
         if registers.busy & bits:
             registers.access(bits)
+        return fn(w, m)
+
+    return run
+
+
+def _placed(fn: Handler, pc: int) -> Handler:
+    """The same of a kernel without WGMMAs, whose registers nobody asks for."""
+
+    def run(w: Any, m: Any) -> Any:
+        w.pc = pc
         return fn(w, m)
 
     return run

@@ -7,6 +7,10 @@ from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
 TINY32 = np.float32(2.0**-126)
+TRUE = b"\1"  # of a bool array's bytes: to look for it there is cheaper than any() of 32 lanes
+_BELOW_F32 = np.uint64(0x1FFFFFFF)  # fraction bits of a float64 that a float32 lacks
+_MIDPOINT = np.uint64(0x10000000)
+_NEAR_SUBNORMAL = 2.0**-125
 LARGEST_F16 = np.float32(65504)
 LARGEST_BF16 = np.float32(2.0**128 - 2.0**120)
 
@@ -109,8 +113,7 @@ def clamp(x: F32, limit: np.float32) -> F32:
 
 def canonical(x: F32) -> F32:
     """Every NaN becomes the one that f32 arithmetic gives on the device, 0x7fffffff."""
-    total = np.add.reduce(x)  # cheaper than isnan().any(); infinities may only cost time
-    if total != total:
+    if TRUE in (x != x).tobytes():
         bits = np.where(np.isnan(x), np.uint32(0x7FFFFFFF), x.view(np.uint32))
         return bits.view(np.float32)
     return x
@@ -119,7 +122,7 @@ def canonical(x: F32) -> F32:
 def flush(x: F32) -> F32:
     """.ftz: subnormals become zero of the same sign."""
     small = np.abs(x) < TINY32
-    if small.any():
+    if TRUE in small.tobytes():
         return np.where(small, np.copysign(np.float32(0), x), x)
     return x
 
@@ -143,9 +146,9 @@ def fma32(a: F32, b: F32, c: F32) -> F32:
     s = p + c
     r = s.astype(np.float32)
     # Twice rounded results can only differ where s is a midpoint of two f32, or below the normals.
-    tie = (s.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
-    bad = tie | (np.abs(s) < 2.0**-125)
-    if bad.any():
+    bad = (s.view(np.uint64) & _BELOW_F32) == _MIDPOINT
+    bad |= np.abs(s) < _NEAR_SUBNORMAL
+    if TRUE in bad.tobytes():
         c64 = c.astype(np.float64)
         t = s - p
         error = (p - (s - t)) + (c64 - t)  # TwoSum

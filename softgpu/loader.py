@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -19,6 +21,8 @@ from .machine import Machine, Options, Stats
 from .memory import GlobalMemory
 from .ptx import Module, parse
 from .runtime import HostModule, Launch, as_cuda
+
+KEPT = 24  # modules that stay decoded; one of the largest kernels takes some 15 MB
 
 _lock = threading.RLock()
 _override = threading.local()
@@ -65,6 +69,31 @@ def using(options: Options) -> Iterator[None]:
         _override.options = before
 
 
+class _Decoded:
+    """A PTX text, parsed; its kernels, each decoded when it is first asked for."""
+
+    def __init__(self, text: str) -> None:
+        self.module: Module = parse(text)
+        self._programs: dict[str, Program] = {}
+
+    def program(self, kernel: str) -> Program:
+        """The kernel's program, with a list of instructions that is the caller's own."""
+        found = self._programs.get(kernel)
+        if found is None:
+            found = decode(self.module.kernels[kernel], self.module)
+            found.globals = {
+                n: v for n, v in self.module.variables.items() if v.space in ("global", "const")
+            }
+            self._programs[kernel] = found
+        own = dataclasses.replace(found, code=list(found.code))
+        own.files = found.files  # warps of all copies use the same registers, one after another
+        return own
+
+
+# A process loads some kernels again and again: a plan for each decode, what was forgotten.
+_decoded = functools.lru_cache(maxsize=KEPT)(_Decoded)
+
+
 class Loaded:
     """Kernels of one object: decoded from its PTX, run when its host code launches them.
 
@@ -80,7 +109,8 @@ class Loaded:
     ) -> None:
         self.names = names or Names()
         self.options = options or Options()
-        self.module: Module = parse(pathlib.Path(ptx_path).read_text())
+        self._decoded = _decoded(pathlib.Path(ptx_path).read_text())
+        self.module = self._decoded.module
         self.ptx_path = pathlib.Path(ptx_path)
         self._programs: dict[str, Program] = {}
         self._memory: GlobalMemory | None = None
@@ -101,10 +131,7 @@ class Loaded:
                     f"{self.ptx_path} has no kernel {kernel!r}; it has "
                     f"{sorted(self.module.kernels)}. Object and PTX must come from one compile."
                 )
-            program = decode(self.module.kernels[kernel], self.module)
-            program.globals = {
-                n: v for n, v in self.module.variables.items() if v.space in ("global", "const")
-            }
+            program = self._decoded.program(kernel)
             named = self.names.shared if kernel == self.entry else ()
             arrays = [*named, ("", 1 << 24)]
             program.shared_map = [

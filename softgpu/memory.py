@@ -25,6 +25,7 @@ SHARED_WINDOW = 1 << 60
 LOCAL_WINDOW = 1 << 61
 WINDOW_MASK = SHARED_WINDOW | LOCAL_WINDOW
 WIDEST = 32  # bytes that one lane can load or store at once
+KNOWN = 4096  # accesses by a warp whose places a memory keeps
 POISON = 0xFF  # uninitialised shared memory reads as NaN in every format
 
 
@@ -56,6 +57,7 @@ class GlobalMemory:
         self.buffers: list[tuple[int, int, str]] = []
         self.regions: list[Region] = []
         self._starts: list[int] = []
+        self._known: dict[tuple[bytes, int], tuple[Region, NDArray[Any]]] = {}
 
     def add(self, name: str, address: int, nbytes: int) -> None:
         """Registers ``nbytes`` at ``address``; overlapping buffers share a region."""
@@ -76,6 +78,7 @@ class GlobalMemory:
                 merged.append([start, end])
         self.regions = [Region(s, e) for s, e in merged]
         self._starts = [r.start for r in self.regions]
+        self._known.clear()
 
     def find(self, address: int) -> Region | None:
         i = bisect.bisect_right(self._starts, address) - 1
@@ -121,6 +124,25 @@ class GlobalMemory:
             self.check(int(x), nbytes, what)
         return None
 
+    def _places(
+        self, a: NDArray[Any], raw: bytes, nbytes: int, what: str
+    ) -> tuple[Region, NDArray[Any]] | None:
+        """The common region of accesses and their indices in it; what was asked once is known.
+
+        Args:
+            raw: the bytes of ``a``.
+        """
+        found = self._known.get((raw, nbytes))
+        if found is None:
+            region = self._uniform(a, nbytes, what)
+            if region is None:
+                return None
+            if len(self._known) == KNOWN:
+                self._known.clear()
+            found = region, (a - np.uint64(region.base)) // np.uint64(nbytes)
+            self._known[raw, nbytes] = found
+        return found
+
     def load(self, addr: NDArray[Any], m: Mask, dtype: Any, n: int) -> NDArray[Any]:
         """Values of all lanes, (32,) or (32, n); lanes outside the mask are zero."""
         size = np.dtype(dtype).itemsize * n
@@ -136,9 +158,10 @@ class GlobalMemory:
                 out = np.zeros(32, dtype)
                 out[m] = value
                 return out
-        region = self._uniform(a, size, "load")
-        if region is not None:
-            got = region.view(dtype, n)[(a - np.uint64(region.base)) // np.uint64(size)]
+        places = self._places(a, raw, size, "load")
+        if places is not None:
+            region, index = places
+            got = region.view(dtype, n)[index]
         else:
             got = np.empty((len(a), n) if n > 1 else len(a), dtype)
             for i, x in enumerate(a):
@@ -154,9 +177,10 @@ class GlobalMemory:
         """Stores (32,) or (32, n); of lanes with one address the highest wins."""
         size = data.dtype.itemsize * n
         a, d = (addr, data) if m is True else (addr[m], data[m])
-        region = self._uniform(a, size, "store")
-        if region is not None:
-            region.view(data.dtype, n)[(a - np.uint64(region.base)) // np.uint64(size)] = d
+        places = self._places(a, a.tobytes(), size, "store")
+        if places is not None:
+            region, index = places
+            region.view(data.dtype, n)[index] = d
             return
         for i, x in enumerate(a):
             r = self.check(int(x), size, "store")
@@ -176,6 +200,7 @@ class SharedMemory:
         self.bytes = np.zeros(ctas << RANK_SHIFT, np.uint8)
         self.poison()
         self._views: dict[tuple[Any, int], NDArray[Any]] = {}
+        self._known: dict[tuple[bytes, int, int | None], NDArray[np.uint32]] = {}
 
     def poison(self) -> None:
         """What new CTAs find."""
@@ -212,14 +237,29 @@ class SharedMemory:
             bad = next(int(x) for x in off if int(x) & (align - 1))
             raise MemoryFault(f"misaligned shared {what} of {nbytes} bytes at offset {bad}")
 
+    def places(
+        self, a: NDArray[Any], nbytes: int, rank: int | None, what: str
+    ) -> NDArray[np.uint32]:
+        """Checks accesses of ``nbytes``, aligned to as many: which of all such pieces they are.
+
+        Kernels come back to the same places all the time: what was checked once is known.
+        """
+        key = a.tobytes(), nbytes, rank
+        found = self._known.get(key)
+        if found is None:
+            self.check(a, nbytes, rank, what, nbytes)
+            if len(self._known) == KNOWN:
+                self._known.clear()
+            found = self._known[key] = a // np.uint32(nbytes)
+        return found
+
     def load(
         self, addr: NDArray[Any], m: Mask, dtype: Any, n: int, rank: int | None
     ) -> NDArray[Any]:
         """Like ``GlobalMemory.load``."""
         size = np.dtype(dtype).itemsize * n
         a = addr if m is True else addr[m]
-        self.check(a, size, rank, "load", size)
-        got = self.view(dtype, n)[a // np.uint32(size)]
+        got = self.view(dtype, n)[self.places(a, size, rank, "load")]
         if m is True:
             return got
         out = np.zeros((32, n) if n > 1 else 32, dtype)
@@ -231,8 +271,7 @@ class SharedMemory:
     ) -> None:
         size = data.dtype.itemsize * n
         a, d = (addr, data) if m is True else (addr[m], data[m])
-        self.check(a, size, rank, "store", size)
-        self.view(data.dtype, n)[a // np.uint32(size)] = d
+        self.view(data.dtype, n)[self.places(a, size, rank, "store")] = d
 
     def span(self, address: int, nbytes: int, what: str, align: int = 16) -> NDArray[np.uint8]:
         """A view of consecutive bytes of one CTA (bulk copies, matrix rows)."""

@@ -193,7 +193,10 @@ class Module:
         return int(found[1]) if found else 0
 
 
+_BRACKET = re.compile(r"[{}()\[\]]")
+_FIRST_OF_IMMEDIATE = frozenset("-0123456789")
 _NAME = r"[%$A-Za-z_][\w$.]*"
+_IS_NAME = re.compile(_NAME)
 _LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
 _STATEMENT = re.compile(r"(?:@(!?)\s*(" + _NAME + r")\s+)?([A-Za-z][\w.:]*)\s*(.*)$", re.S)
 _VARIABLE = re.compile(
@@ -237,6 +240,9 @@ def _settle_inline_asm(text: str) -> str:
 
 
 def _split_args(text: str) -> list[str]:
+    if not _BRACKET.search(text):  # as most are
+        parts = [part.strip() for part in text.split(",")]
+        return parts if parts[-1] else parts[:-1]
     out, depth, start = [], 0, 0
     for i, ch in enumerate(text):
         if ch in "{[(":
@@ -252,6 +258,8 @@ def _split_args(text: str) -> list[str]:
 
 def parse_immediate(text: str) -> Imm | None:
     """PTX ISA 4.5 constants; None if ``text`` is not one."""
+    if text[:1] not in _FIRST_OF_IMMEDIATE:  # as most are: registers
+        return None
     m = re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", text)
     if m:
         return Imm(int(m.group(1), 16), "f")
@@ -305,7 +313,7 @@ class _Body:
         imm = parse_immediate(text)
         if imm is not None:
             return imm
-        if re.fullmatch(_NAME, text):
+        if _IS_NAME.fullmatch(text):
             return Reg(self.rename(text))
         m = re.fullmatch(r"(" + _NAME + r")\s*\+\s*(-?\d+)", text)
         if m:

@@ -98,16 +98,18 @@ def fp8_step_numpy(acc: F32, a: F32, b: F32) -> F32:
     """
     one = np.float32(1)
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        products = a[:, None, :] * b[None, :, :]  # exact: 8 significant bits
+        # k first: sums and maxima over it then run along rows of N; all of them are exact
+        a, b = np.ascontiguousarray(a.T)[:, :, None], np.ascontiguousarray(b.T)[:, None, :]
+        products = a * b  # exact: 8 significant bits
         smallest = 2.0**-6  # of an e4m3 operand
-        powers = _power_of_two(a, smallest)[:, None, :] * _power_of_two(b, smallest)[None, :, :]
+        powers = _power_of_two(a, smallest) * _power_of_two(b, smallest)
         finite_acc = np.where(np.isfinite(acc), acc, np.float32(0))
-        top = np.maximum(powers.max(-1), _power_of_two(finite_acc, FP32_MIN_NORMAL))
+        top = np.maximum(powers.max(0), _power_of_two(finite_acc, FP32_MIN_NORMAL))
         top = np.maximum(top, np.float32(FP32_MIN_NORMAL))
         # Below 2^-100 only the accumulator can be non-zero, and 2^13/top might overflow.
         scale = np.float32(2.0**FP8_FRACTION_BITS) * (one / np.maximum(top, np.float32(2.0**-100)))
-        products *= scale[:, :, None]
-        total = np.trunc(products, out=products).sum(-1, dtype=np.float32)  # exact: under 2^20
+        products *= scale
+        total = np.trunc(products, out=products).sum(0, dtype=np.float32)  # exact: under 2^20
         total += np.trunc(finite_acc * (one / top) * np.float32(2.0**FP8_FRACTION_BITS))
         kept = (total.view(np.uint32) & _FP8_RESULT_MASK).view(np.float32)
         out = kept * np.float32(2.0**-FP8_FRACTION_BITS) * top + np.float32(0)  # + 0: no minus zero

@@ -541,6 +541,11 @@ class _Shared(SharedMemory):
         elif what in ("ldmatrix", "stmatrix", "cp.async"):
             self._recorder.shared(what, a, nbytes, None)
 
+    def places(self, a: Any, nbytes: int, rank: int | None, what: str) -> Any:
+        """Anew each time: ``check`` counts."""
+        self.check(a, nbytes, rank, what, nbytes)
+        return a // np.uint32(nbytes)
+
     def load(self, addr: Any, m: Any, dtype: Any, n: int, rank: int | None) -> Any:
         self._note("load", addr, m, np.dtype(dtype).itemsize * n)
         return super().load(addr, m, dtype, n, rank)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..memory import OFFSET_MASK, RANK_SHIFT
+from ..memory import KNOWN, OFFSET_MASK, RANK_SHIFT
 from .clocks import Layout, Stamp, joined
 from .reports import Reports
 from .shadow import Index, Shadow
@@ -75,6 +75,7 @@ class ClusterHazards:
         self.barrier: Stamp | None = None
         self.barrier_done: Stamp | None = None
         self.pending: list[dict[int, tuple[int, int]]] = [{} for _ in range(cluster.size)]
+        self._granules: dict[tuple[bytes, int, int], Index] = {}
         self._steps = {n: np.arange(n >> self.shift) for n in (1, 2, 4, 8, 16, 32)}
         self.ended = [0] * cluster.size
         self._exits: list[Stamp | None] = [None] * cluster.size
@@ -92,7 +93,16 @@ class ClusterHazards:
 
     # ---- granules ------------------------------------------------------------------------------
     def granules(self, addresses: NDArray[Any], nbytes: int) -> Index:
-        """(n,) shared addresses -> (n,) or (n, k) granules."""
+        """(n,) shared addresses -> (n,) or (n, k) granules, which are not to be written to."""
+        key = addresses.tobytes(), addresses.itemsize, nbytes
+        found = self._granules.get(key)
+        if found is None:
+            if len(self._granules) == KNOWN:
+                self._granules.clear()
+            found = self._granules[key] = self._find(addresses, nbytes)
+        return found
+
+    def _find(self, addresses: NDArray[Any], nbytes: int) -> Index:
         a = addresses.astype(np.int64)
         i = (a >> RANK_SHIFT) * self.per_block + ((a & OFFSET_MASK) >> self.shift)
         k = nbytes >> self.shift

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
+FALSE = b"\0"  # of a bool array's bytes: to look for it there is cheaper than all() of 32 lanes
+READERS = 128  # rows of last reads to begin with: of those without a read no page is touched
 
 
 class Conflict(NamedTuple):
@@ -58,7 +60,8 @@ class Shadow:
         self.comp = np.full(granules, -1, np.int32)
         self.time = np.zeros(granules, np.int32)
         self.event = np.zeros(granules, np.int32)
-        self.readers: dict[int, tuple[NDArray[np.int32], ...]] = {}
+        self._rows: dict[int, int] = {}  # of the reads below, by reader
+        self._reads = [np.zeros((READERS, granules), np.int32) for _ in range(3)]
 
     def write(self, idx: Any, comp: Any, time: Any, event: int) -> None:
         """Granules ``idx`` are written."""
@@ -68,17 +71,16 @@ class Shadow:
 
     def read(self, key: int, idx: Any, comp: Any, time: int, event: int) -> None:
         """Granules ``idx`` are read; ``key``: a row of last reads per warp and kind of reader."""
-        row = self.readers.get(key)
+        row = self._rows.get(key)
         if row is None:
-            row = (
-                np.zeros(self.granules, np.int32),
-                np.zeros(self.granules, np.int32),
-                np.zeros(self.granules, np.int32),
-            )
-            self.readers[key] = row
-        row[0][idx] = comp
-        row[1][idx] = time
-        row[2][idx] = event
+            row = self._rows[key] = len(self._rows)
+            if row == len(self._reads[0]):
+                more = np.zeros((row, self.granules), np.int32)
+                self._reads = [np.concatenate([x, more]) for x in self._reads]
+        comps, times, events = self._reads
+        comps[row][idx] = comp
+        times[row][idx] = time
+        events[row][idx] = event
 
     def unknown_write(
         self, idx: Any, vc: NDArray[Any], rows: Any, uninitialised: bool
@@ -89,7 +91,7 @@ class Shadow:
         """
         comp = self.comp[idx]
         known = vc[comp] >= self.time[idx] if rows is None else vc[rows, comp] >= self.time[idx]
-        if known.all():
+        if FALSE not in known.tobytes():
             return None
         if not uninitialised:
             known |= comp < 0
@@ -102,13 +104,15 @@ class Shadow:
         )  # fmt: skip
 
     def unknown_read(self, idx: Any, vc: NDArray[Any], rows: Any) -> Conflict | None:
-        """A granule with a last read that the accessor does not know."""
-        for comp, time, event in self.readers.values():
-            c, t = comp[idx], time[idx]
-            known = vc[c] >= t if rows is None else vc[rows, c] >= t
-            if not known.all():
-                granule, row = first_unknown(idx, known, rows)
-                return Conflict(
-                    granule, row, int(comp[granule]), int(time[granule]), int(event[granule])
-                )
-        return None
+        """A granule with a last read that the accessor does not know: of the first such reader."""
+        used = len(self._rows)
+        comps, times, events = (x[:used] for x in self._reads)
+        comp = comps[:, idx] if isinstance(idx, slice) else comps.take(idx, 1)
+        time = times[:, idx] if isinstance(idx, slice) else times.take(idx, 1)
+        known = vc[comp] >= time if rows is None else vc[rows, comp] >= time
+        if FALSE not in known.tobytes():
+            return None
+        reader = next(i for i, one in enumerate(known) if not one.all())
+        granule, row = first_unknown(idx, known[reader], rows)
+        last = (int(x[reader, granule]) for x in (comps, times, events))
+        return Conflict(granule, row, *last)

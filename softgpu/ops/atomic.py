@@ -10,6 +10,7 @@ import numpy as np
 from .. import floats
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr
+from .common import put
 from .load_store import HINTS, SPACES, address, read, space_of, synchronises, write
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -93,6 +94,6 @@ def atom(ins: Instr, k: Decoder) -> Handler:
             write(w, a, one, np.asarray(new).astype(dtype), 1, place, track=False)
             out[lane] = old[lane]
         if d >= 0:
-            np.copyto(v[d], out, where=m)
+            put(v[d], out, m)
 
     return run

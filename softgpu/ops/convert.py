@@ -10,7 +10,7 @@ import numpy as np
 from .. import floats
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr
-from .common import write
+from .common import put, write
 
 _PACKED = ("e4m3x2", "e5m2x2", "bf16x2", "f16x2", "ue8m0x2")
 _ROUND_TO_INT = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -220,8 +220,8 @@ def _pack_f32(
         if relu:
             x = np.where(x < 0, np.float32(0), x)
         both = encode(x if limit is None else floats.clamp(x, limit))
-        np.copyto(v[d[0]], both[:32], where=m)
-        np.copyto(v[d[1]], both[32:], where=m)
+        put(v[d[0]], both[:32], m)
+        put(v[d[1]], both[32:], m)
 
     return run
 
@@ -239,7 +239,7 @@ def _widen_fp8(ins: Instr, k: Decoder, values: Any, relu: bool) -> Handler:
         for i, value in zip(d, wide, strict=True):
             if relu:
                 value = np.where(value & 0x8000, np.uint16(0), value)
-            np.copyto(v[i], value, where=m)
+            put(v[i], value, m)
 
     return run
 
@@ -253,7 +253,7 @@ def _narrow_f16(ins: Instr, k: Decoder, encode: Any, relu: bool) -> Handler:
         v = w.v
         codes = [encode(np.where(relu & (v[i] < 0), 0, v[i]).astype(np.float32)) for i in s]
         for i, value in zip(d, codes, strict=True):
-            np.copyto(v[i], value, where=m)
+            put(v[i], value, m)
 
     return run
 
@@ -279,7 +279,7 @@ def _to_e8m0(ins: Instr, k: Decoder, mods: Mods, source: str) -> Handler:
         v = w.v
         codes = [floats.to_e8m0(v[i].astype(np.uint32) << shift, rounding, satfinite) for i in s]
         for i, value in zip(d, codes, strict=True):
-            np.copyto(v[i], value, where=m)
+            put(v[i], value, m)
 
     return run
 
@@ -296,6 +296,6 @@ def _from_e8m0(ins: Instr, k: Decoder, mods: Mods, target: str) -> Handler:
         v = w.v
         both = [floats.E8M0_AS_BF16[v[i]] for i in s]
         for i, value in zip(d, both, strict=True):
-            np.copyto(v[i], value, where=m)
+            put(v[i], value, m)
 
     return run

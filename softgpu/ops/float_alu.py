@@ -16,7 +16,7 @@ import numpy as np
 from .. import accumulate, floats, mufu
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr, Not
-from .common import binary, write
+from .common import binary, put, write
 
 f32, f64 = np.float32, np.float64
 
@@ -212,7 +212,7 @@ def _pair(ins: Instr, k: Decoder) -> Handler:
                 args = [floats.flush(x) for x in args]
             results.append(_finish(function(*args), ftz, False))
         for i, r in zip(d, results, strict=True):
-            np.copyto(v[i], r, where=m)
+            put(v[i], r, m)
 
     return run
 
@@ -281,7 +281,7 @@ def _half(ins: Instr, k: Decoder) -> Handler:
         v = w.v
         results = [one([v[i] for i in s]) for s in sources]
         for i, r in zip(d, results, strict=True):
-            np.copyto(v[i], r, where=m)
+            put(v[i], r, m)
 
     return run
 
@@ -338,8 +338,8 @@ def special(ins: Instr, k: Decoder) -> Handler:
         r = floats.canonical(function(x.astype(f64)).astype(f32))
         return floats.flush(r) if ftz else r
 
-    unit = mufu.FUNCTIONS.get(ins.parts[0]) if approx and ftz else None
-    if unit is None:
+    name = ins.parts[0]
+    if not (approx and ftz and name in mufu.FUNCTIONS):
         return write(d, compute)
 
     def run(w: Any, m: Any) -> None:
@@ -347,11 +347,8 @@ def special(ins: Instr, k: Decoder) -> Handler:
         if w.machine.accumulate is accumulate.exact:
             r = compute(v)
         else:
-            r = unit(v[a])
-        if m is True:
-            v[d][...] = r
-        else:
-            np.copyto(v[d], r, where=m)
+            r = mufu.FUNCTIONS[name](v[a])
+        put(v[d], r, m)
 
     return run
 
@@ -440,9 +437,9 @@ def setp(ins: Instr, k: Decoder) -> Handler:
         if combine is not None:
             extra = v[c] ^ negated
             r, other = combine(r, extra), combine(other, extra)
-        np.copyto(v[p], r, where=m)
+        put(v[p], r, m)
         if q >= 0:
-            np.copyto(v[q], other, where=m)
+            put(v[q], other, m)
 
     return run
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Imm, Instr, Not
 from . import float_alu
-from .common import binary, unary, write
+from .common import binary, put, unary, write
 
 INTEGER = ("b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64")
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -72,7 +72,7 @@ def _packed(ins: Instr, k: Decoder) -> Handler:
         v = w.v
         for d, a, b in halves:
             r = function(v[a], v[b])
-            np.copyto(v[d], np.maximum(r, 0) if relu else r, where=m)
+            put(v[d], np.maximum(r, 0) if relu else r, m)
 
     return run
 

@@ -9,6 +9,7 @@ import numpy as np
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..memory import LOCAL_WINDOW, SHARED_WINDOW
 from ..ptx import Imm, Instr, Mem, Reg
+from .common import put
 
 # Ordering, caching and eviction words: no effect here, where every access is performed in order.
 HINTS = (
@@ -167,8 +168,8 @@ def ld(ins: Instr, k: Decoder) -> Handler:
         if acquires:
             synchronises(w)
         got = read(w, where(v), m, dtype, n, place, track)
-        for i, (d, final) in enumerate(wide):
-            np.copyto(v[d], got[:, i].astype(final, copy=False), where=m)
+        for i, (d, _) in enumerate(wide):
+            put(v[d], got[:, i], m)
 
     return many
 
@@ -199,7 +200,7 @@ def st(ins: Instr, k: Decoder) -> Handler:
         raise unmodelled(ins, "vector length")
     sources = [k.src(x, kind) for x in items]
     where = address(k, ins.args[0], space)
-    place = space_of(space)
+    dtype, place = DTYPES[kind], space_of(space)
     if n == 1:
         s = sources[0]
 
@@ -211,7 +212,10 @@ def st(ins: Instr, k: Decoder) -> Handler:
 
     def many(w: Any, m: Any) -> None:
         v = w.v
-        write(w, where(v), m, np.stack([v[s] for s in sources], 1), n, place)
+        data = np.empty((32, n), dtype)
+        for i, s in enumerate(sources):
+            data[:, i] = v[s]
+        write(w, where(v), m, data, n, place)
 
     return many
 
@@ -221,6 +225,6 @@ def createpolicy(ins: Instr, k: Decoder) -> Handler:
     d = k.dst(ins.args[0], "u64")
 
     def run(w: Any, m: Any) -> None:
-        np.copyto(w.v[d], np.uint64(0), where=m)
+        put(w.v[d], np.uint64(0), m)
 
     return run

@@ -44,8 +44,8 @@ def ldmatrix(ins: Instr, k: Decoder) -> Handler:
             return whole_warp(w, m, "ldmatrix")
         v = w.v
         a = where(v)[:rows]
-        w.shared.check(a, 16, w.block.rank, "ldmatrix", 16)
-        data = w.shared.view(np.uint16, 8)[a >> np.uint32(4)].reshape(n, 8, 8)
+        places = w.shared.places(a, 16, w.block.rank, "ldmatrix")
+        data = w.shared.view(np.uint16, 8)[places].reshape(n, 8, 8)
         if w.hazard is not None:
             w.hazard.read_rows(a)
         if trans:
@@ -77,15 +77,17 @@ def stmatrix(ins: Instr, k: Decoder) -> Handler:
             return whole_warp(w, m, "stmatrix")
         v = w.v
         a = where(v)[:rows]
-        w.shared.check(a, 16, w.block.rank, "stmatrix", 16)
-        held = np.stack([v[i] for i in s])
+        places = w.shared.places(a, 16, w.block.rank, "stmatrix")
+        held = np.empty((n, 32), np.uint32)
+        for i, index in enumerate(s):
+            held[i] = v[index]
         if byte:  # (matrix, place % 8, row / 2, place / 8, row % 2)
             parts = held.view(np.uint8).reshape(n, 8, 4, 2, 2).transpose(0, 2, 4, 3, 1)
             held = np.ascontiguousarray(parts)
         data = held.view(np.uint16).reshape(n, 8, 8)
         if trans and not byte:
             data = data.transpose(0, 2, 1)
-        w.shared.view(np.uint16, 8)[a >> np.uint32(4)] = data.reshape(rows, 8)
+        w.shared.view(np.uint16, 8)[places] = data.reshape(rows, 8)
         if w.hazard is not None:
             w.hazard.write_rows(a)
         w.machine.version += 1

@@ -16,7 +16,7 @@ from ..errors import BarrierError
 from ..memory import RANK_SHIFT
 from ..ptx import Instr, Mem
 from ..warp import Wait
-from .common import first_lane, lanes_of
+from .common import first_lane, lanes_of, put
 from .load_store import address
 
 _MAX_COUNT = (1 << 20) - 1
@@ -213,7 +213,7 @@ def wait(ins: Instr, k: Decoder) -> Handler:
             w.hazard.use_barrier(bar, first_lane(m), "generic")
             w.hazard.waited(bar, m)
         w.current.expired = False
-        np.copyto(w.v[d], done, where=m)
+        put(w.v[d], done, m)
         return None
 
     def several(w: Any, m: Any, a: Any, t: Any) -> Any:
@@ -232,7 +232,7 @@ def wait(ins: Instr, k: Decoder) -> Handler:
                 expires=True,
             )
         w.current.expired = False
-        np.copyto(w.v[d], done, where=m)
+        put(w.v[d], done, m)
         return None
 
     def run(w: Any, m: Any) -> Any:

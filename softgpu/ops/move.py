@@ -9,7 +9,7 @@ import numpy as np
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..memory import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW, WINDOW_MASK
 from ..ptx import Instr, Mem, Reg, Vec
-from .common import write
+from .common import put, write
 
 _CLOCKS = ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo", "%clock_hi", "%globaltimer_hi")
 
@@ -55,7 +55,7 @@ def _clock(d: int, dtype: Any, shift: int) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         w.machine.clock += 1
-        np.copyto(w.v[d], np.array(w.machine.clock >> shift).astype(dtype), where=m)
+        put(w.v[d], np.array(w.machine.clock >> shift).astype(dtype), m)
 
     return run
 
@@ -76,7 +76,7 @@ def _unpack(target: Vec, source: Any, kind: str, k: Decoder) -> Handler:
         v = w.v
         values = [v[a].copy() for _, a in pairs]
         for (d, _), value in zip(pairs, values, strict=True):
-            np.copyto(v[d], value, where=m)
+            put(v[d], value, m)
 
     return run
 
@@ -89,7 +89,7 @@ def _pack(target: Any, source: Vec, kind: str, k: Decoder) -> Handler:
         v = w.v
         values = [v[a].copy() for _, a in pairs]
         for (d, _), value in zip(pairs, values, strict=True):
-            np.copyto(v[d], value, where=m)
+            put(v[d], value, m)
 
     return run
 
@@ -153,7 +153,7 @@ def isspacep(ins: Instr, k: Decoder) -> Handler:
 
     def own(w: Any, m: Any) -> None:
         first = np.uint64(SHARED_WINDOW | w.block.rank << RANK_SHIFT)
-        np.copyto(w.v[d], w.v[a] & ~np.uint64(OFFSET_MASK) == first, where=m)
+        put(w.v[d], w.v[a] & ~np.uint64(OFFSET_MASK) == first, m)
 
     return own
 

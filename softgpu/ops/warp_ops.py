@@ -9,8 +9,11 @@ import numpy as np
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..errors import SoftGpuError
 from ..ptx import Imm, Instr, Operand
+from .common import put
 
 LANES = np.arange(32)
+FULL = 0xFFFFFFFF  # the membermask of all lanes
+KEPT = 256  # source lanes of a shfl whose operands are registers
 
 
 def members(k: Decoder, operand: Operand) -> Any:
@@ -22,9 +25,10 @@ def members(k: Decoder, operand: Operand) -> Any:
 
     def mask_of(v: Any, m: Any) -> int:
         masks = v[index] if m is True else v[index][m]
-        if (masks != masks[0]).any():
+        raw = masks.tobytes()
+        if raw != raw[:4] * len(masks):
             raise SoftGpuError("lanes with different membermasks at one instruction: not modelled")
-        return int(masks[0])
+        return int.from_bytes(raw[:4], "little")
 
     return mask_of
 
@@ -45,6 +49,15 @@ def shfl(ins: Instr, k: Decoder) -> Handler:
     fixed = None
     if isinstance(ins.args[2], Imm) and isinstance(ins.args[3], Imm):
         fixed = _sources(mode, np.full(32, ins.args[2].bits), np.full(32, ins.args[3].bits))
+    known: dict[bytes, Any] = {}  # sources by the bytes of both operands
+
+    def sources(v: Any) -> Any:
+        key = v[b].tobytes() + v[c].tobytes()
+        if key not in known:
+            if len(known) == KEPT:
+                known.clear()
+            known[key] = _sources(mode, v[b].astype(int), v[c].astype(int))
+        return known[key]
 
     def run(w: Any, m: Any) -> Any:
         v = w.v
@@ -52,9 +65,13 @@ def shfl(ins: Instr, k: Decoder) -> Handler:
             wait = w.join(m, member(v, m), "shfl.sync")
             if wait is not None:
                 return wait
-        source, valid = fixed or _sources(mode, v[b].astype(int), v[c].astype(int))
-        got = v[a][source]
-        np.copyto(v[d], got, where=m)
+        source, valid = fixed or sources(v)
+        if m is True:
+            v[d][...] = v[a][source]
+            if p >= 0:
+                v[p][...] = valid
+            return None
+        np.copyto(v[d], v[a][source], where=m)
         if p >= 0:
             np.copyto(v[p], valid, where=m)
         return None
@@ -100,7 +117,8 @@ def vote(ins: Instr, k: Decoder) -> Handler:
         wait = w.join(m, mask, "vote.sync")
         if wait is not None:
             return wait
-        lanes = w.lanes(m) & (((mask >> LANES) & 1) != 0)
+        whole = m is True and mask == FULL
+        lanes = True if whole else w.lanes(m) & (((mask >> LANES) & 1) != 0)
         p = (v[a] ^ negated) & lanes
         value: Any
         if mode == "ballot":
@@ -111,7 +129,7 @@ def vote(ins: Instr, k: Decoder) -> Handler:
             value = bool(p[lanes].all())
         else:
             value = bool(p[lanes].all() or not p.any())
-        np.copyto(v[d], value, where=m)
+        put(v[d], value, m)
         return None
 
     return run
@@ -140,11 +158,11 @@ def match(ins: Instr, k: Decoder) -> Handler:
         bits = (same.astype(np.uint64) << LANES.astype(np.uint64)).sum(1).astype(np.uint32)
         if mode == "all":
             ok = bool(same[lanes][:, lanes].all())
-            np.copyto(v[d], bits if ok else np.zeros_like(bits), where=m)
+            put(v[d], bits if ok else np.zeros_like(bits), m)
             if p >= 0:
-                np.copyto(v[p], ok, where=m)
+                put(v[p], ok, m)
         else:
-            np.copyto(v[d], bits, where=m)
+            put(v[d], bits, m)
         return None
 
     return run
@@ -181,7 +199,7 @@ def redux(ins: Instr, k: Decoder) -> Handler:
         x = v[a] if m is True else v[a][m]
         if absolute:
             x = np.abs(x)
-        np.copyto(v[d], function.reduce(x, dtype=dtype), where=m)
+        put(v[d], function.reduce(x, dtype=dtype), m)
         return None
 
     return run
@@ -208,9 +226,9 @@ def elect(ins: Instr, k: Decoder) -> Handler:
                 return wait
         lanes = w.lanes(m) & (((mask >> LANES) & 1) != 0)
         leader = int(np.argmax(lanes))
-        np.copyto(v[d], np.uint32(leader), where=m)
+        put(v[d], np.uint32(leader), m)
         if p >= 0:
-            np.copyto(v[p], table[leader], where=m)
+            put(v[p], table[leader], m)
         return None
 
     return run
@@ -222,7 +240,7 @@ def activemask(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         bits = int(np.packbits(w.lanes(m), bitorder="little").view(np.uint32)[0])
-        np.copyto(w.v[d], np.uint32(bits), where=m)
+        put(w.v[d], np.uint32(bits), m)
 
     return run
 

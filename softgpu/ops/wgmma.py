@@ -7,7 +7,7 @@ Every warp computes its own 16 rows, at issue (``early``) or when a wait_group c
 from __future__ import annotations
 
 import re
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,13 @@ def operand_index(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray
 
     MN-major operands have 16-bit elements.
     """
+    return _index_of(descriptor, rows, mn_major, w.block.base, w.shared.limit)
+
+
+@lru_cache(maxsize=1024)
+def _index_of(
+    descriptor: int, rows: int, mn_major: bool, base: int, limit: int
+) -> NDArray[np.int64]:
     start = (descriptor & 0x3FFF) << 4
     lbo, sbo = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     swizzle, offset = descriptor >> 62 & 3, descriptor >> 49 & 7
@@ -40,12 +47,12 @@ def operand_index(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray
     index = operands.chunk_index(
         rows, depth, element, start & 1023, lbo, sbo, _SPAN[swizzle], mn_major
     )
-    index = index + ((w.block.base + (start & ~1023)) >> 4)
-    top = int(index.max()) * 16 + 16 - w.block.base
-    if top > w.shared.limit:
+    index = index + ((base + (start & ~1023)) >> 4)
+    top = int(index.max()) * 16 + 16 - base
+    if top > limit:
         raise DescriptorError(
-            f"matrix descriptor {descriptor:#018x}: reaches offset {top} of {w.shared.limit} bytes "
-            "of shared memory"
+            f"matrix descriptor {descriptor:#018x}: reaches offset {top} of {limit} bytes of "
+            "shared memory"
         )
     return index
 
