@@ -42,6 +42,10 @@ VARIANT=decode_etap_r64_p64_obf16_sm90a (`make matrix` lists them))
 endif
 endif
 
+# Tests and builds start a hundred Python processes: where nobody may write bytecode each compiles
+# our sources anew.  `make clean` removes it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test prove precompile matrix try lint bench bundle wheels profile docs clean distclean
 .DEFAULT_GOAL := demo
 

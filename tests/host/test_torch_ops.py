@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import importlib
 import io
 import re
@@ -63,6 +65,16 @@ class Layer:
         )  # fmt: skip
 
 
+@functools.cache
+def _layer(device: str, layout: str) -> Layer:
+    return Layer(device, layout)
+
+
+def fresh_layer(device: str, layout: str = "split") -> Layer:
+    """The layer, every time in fresh memory."""
+    return copy.deepcopy(_layer(device, layout))
+
+
 def step(
     cache: snapmla.PagedKVCache,
     c_kv: torch.Tensor,
@@ -94,7 +106,7 @@ def step(
     ],
 )
 def test_compiled_layer_equals_eager(backend: str, layout: str, device: str) -> None:
-    eager, compiled = Layer(device, layout), Layer(device, layout)
+    eager, compiled = fresh_layer(device, layout), fresh_layer(device, layout)
     assert compiled.cache.layout == layout
     want = step(*eager.arguments)
     before = compiled.cache.content_u8.clone()
@@ -117,7 +129,7 @@ def test_compiled_layer_equals_eager(backend: str, layout: str, device: str) -> 
 
 def test_compiled_update_out_and_fetch() -> None:
     """update_, preallocated results and fetch_dequant inside one graph."""
-    layer, other = Layer("cpu"), Layer("cpu")
+    layer, other = fresh_layer("cpu"), fresh_layer("cpu")
 
     def body(layer: Layer, lengths: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layer.plan.update_(lengths)
@@ -180,7 +192,7 @@ def test_compiled_merge(result: str, backend: str, device: str) -> None:
     ],
 )
 def test_a_traced_decode_says_what_is_wrong(changes: dict, said: str) -> None:
-    layer = Layer("cpu")
+    layer = fresh_layer("cpu")
     table = layer.table
     if changes.pop("wider", False):
         table = torch.cat([table, table], 1)
@@ -208,7 +220,7 @@ class Attention(torch.nn.Module):
 def test_export(dtype: str, strict: bool) -> None:
     """Caches, plans and queries are arguments of an exported program, and of one from a file."""
     if dtype == "fp8":
-        layer = Layer("cpu", "paged")
+        layer = fresh_layer("cpu", "paged")
         q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
         inputs: tuple[Any, ...] = (q, layer.cache, layer.plan, layer.table, layer.lengths)
     else:
@@ -226,7 +238,7 @@ def test_export(dtype: str, strict: bool) -> None:
 
 
 def test_a_traced_decode_wants_a_plan() -> None:
-    layer = Layer("cpu")
+    layer = fresh_layer("cpu")
 
     def body(layer: Layer) -> torch.Tensor:
         q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
@@ -240,7 +252,7 @@ def test_a_traced_decode_wants_a_plan() -> None:
 @pytest.mark.parametrize("layout", ["split", "paged", "row640"])
 def test_the_pool_is_not_copied(layout: str) -> None:
     """Inductor's code hands the very arguments to append and to decode."""
-    layer = Layer("cpu", layout)
+    layer = fresh_layer("cpu", layout)
     torch._dynamo.reset()
     _, codes = run_and_get_code(torch.compile(step, fullgraph=True), *layer.arguments)
     (written,) = re.findall(r"snapmla\.append_kv\.default\((\w+), ", codes[-1])
@@ -250,7 +262,7 @@ def test_the_pool_is_not_copied(layout: str) -> None:
 
 def test_memory_that_tracers_cannot_follow_is_refused() -> None:
     """One arena for three tensors: no layout of ours, though strides look like ``split``."""
-    layer, tokens = Layer("cpu"), 2 * WIDTH * PAGE
+    layer, tokens = fresh_layer("cpu"), 2 * WIDTH * PAGE
     arena = torch.zeros(tokens * 644, dtype=torch.uint8)
     content, rope, scale = arena.split((512 * tokens, 128 * tokens, 4 * tokens))
     layer.cache = snapmla.PagedKVCache.from_tensors(
@@ -306,9 +318,16 @@ def test_compiled_append_and_fetch_of_16_bits(heads: int) -> None:
 # ---------------------------------------------------------------------------- opcheck
 
 
+def operator_call(name: str, device: str, layout: str = "split") -> tuple[Any, ...]:
+    """The sample call of an operator, every time in fresh memory."""
+    return copy.deepcopy(operator_calls(device, layout)[name])
+
+
+@functools.cache
 def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, ...]]:
-    """One sample call of every operator."""
-    layer = Layer(device, layout)
+    """One sample call of every operator: not to be run, see ``operator_call``."""
+    layer = fresh_layer(device, layout)
+    torch.manual_seed(2)
     cache = layer.cache.memory
     q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
     token = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
@@ -541,7 +560,7 @@ def prefill_calls(device: str) -> dict[str, tuple[Any, ...]]:
 
 def test_a_plan_that_an_older_version_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the class by ``snapmla.decode_plan``, and torch loads what it knows by that name."""
-    plan, file = Layer("cpu").plan, io.BytesIO()
+    plan, file = fresh_layer("cpu").plan, io.BytesIO()
     with monkeypatch.context() as older:
         older.setattr(snapmla.DecodePlan, "__module__", "snapmla.decode_plan")
         torch.save(plan, file)
@@ -604,14 +623,14 @@ def test_opcheck(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         scoring = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
         monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
     operator = getattr(torch.ops.snapmla, name).default
-    torch.library.opcheck(operator, operator_calls(device)[name])
+    torch.library.opcheck(operator, operator_call(name, device))
 
 
 @pytest.mark.parametrize("layout", ["paged", "row640"])
 @pytest.mark.parametrize("name", ["append_kv", "decode", "fetch_dequant"])
 def test_opcheck_of_shared_memory(name: str, layout: str) -> None:
     operator = getattr(torch.ops.snapmla, name).default
-    torch.library.opcheck(operator, operator_calls("cpu", layout)[name])
+    torch.library.opcheck(operator, operator_call(name, "cpu", layout))
 
 
 @pytest.mark.parametrize("name", ["append_kv", "fetch_dequant"])
@@ -684,14 +703,13 @@ def test_opcheck_can_fail() -> None:
 
 
 def test_operators_check_their_arguments() -> None:
-    calls = operator_calls("cpu")
-    wrong = list(calls["append_kv"])
+    wrong = list(operator_call("append_kv", "cpu"))
     wrong[3] = wrong[3].double()
     with pytest.raises(TypeError, match="c_kv: expected dtype"):
         torch.ops.snapmla.append_kv(*wrong)
     with pytest.raises(ValueError, match="granularity"):
-        torch.ops.snapmla.quantize_q(*calls["quantize_q"][:2], "channel")
-    wrong = list(calls["decode_out"])
+        torch.ops.snapmla.quantize_q(*operator_call("quantize_q", "cpu")[:2], "channel")
+    wrong = list(operator_call("decode_out", "cpu"))
     wrong[-1] = wrong[-1].transpose(0, 1)
     with pytest.raises(ValueError, match="lse: expected shape"):
         torch.ops.snapmla.decode_out(*wrong)
@@ -724,7 +742,7 @@ def test_a_traced_decode_checks_what_no_python_did(
     at: int, change: Callable[[torch.Tensor], torch.Tensor], text: str
 ) -> None:
     """Under a tracer nothing is checked before the operator runs on real tensors."""
-    call = list(operator_calls("cpu")["decode_out"])
+    call = list(operator_call("decode_out", "cpu"))
     call[at] = change(call[at])
     with pytest.raises((TypeError, ValueError), match=f"^{text}"):
         torch.ops.snapmla.decode_out(*call)
@@ -749,7 +767,7 @@ def test_a_traced_decode_checks_what_no_python_did(
 def test_a_traced_decode_of_rows_checks_its_arguments(
     at: int, change: Callable[[torch.Tensor], torch.Tensor], text: str
 ) -> None:
-    call = list(operator_calls("cpu")["dense_decode_out"])
+    call = list(operator_call("dense_decode_out", "cpu"))
     call[at] = change(call[at])
     with pytest.raises((TypeError, ValueError), match=f"^{text}"):
         torch.ops.snapmla.dense_decode_out(*call)
@@ -760,7 +778,7 @@ def test_a_traced_decode_of_rows_checks_its_arguments(
 
 
 def test_pytree_round_trip() -> None:
-    layer = Layer("cpu")
+    layer = fresh_layer("cpu")
     q = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
     value = {"cache": layer.cache, "q": [q], "plan": layer.plan}
     leaves, spec = pytree.tree_flatten(value)
@@ -782,7 +800,7 @@ def test_pytree_round_trip() -> None:
 
 
 def test_pytree_leaves_may_be_anything() -> None:
-    layer = Layer("cpu")
+    layer = fresh_layer("cpu")
     shapes = pytree.tree_map(lambda t: tuple(t.shape), (layer.cache, layer.plan))
     assert shapes[0].content == (6, PAGE, 512) and shapes[1].part_begin == (4,)
     keys = [pytree.keystr(k) for k, _ in pytree.tree_flatten_with_path(layer.cache)[0]]
@@ -796,7 +814,7 @@ def test_a_cache_of_16_bits_is_one_leaf() -> None:
     again = pytree.tree_unflatten(leaves, spec)["cache"]
     assert again.num_kv_heads == 3 and again.place == cache.place and again.scale is None
     assert pytree.tree_map(lambda t: tuple(t.shape), cache).kv == (2, 64, 3, 576)
-    assert spec != pytree.tree_structure({"cache": Layer("cpu").cache})
+    assert spec != pytree.tree_structure({"cache": fresh_layer("cpu").cache})
 
 
 def test_plans_of_other_shapes_have_other_structure() -> None:

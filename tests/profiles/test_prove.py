@@ -52,6 +52,12 @@ def book(tmp_path: Path) -> Book:
     return Book(tmp_path / "book")
 
 
+@pytest.fixture(scope="module")
+def every_step() -> list[Step]:
+    """The steps on the sources as they are, made once: that takes seconds."""
+    return prove.steps()
+
+
 # ------------------------------------------------------------------------------- the runner
 
 
@@ -249,7 +255,10 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("arguments", "words"), [(["--slice", "9/2"], "--slice: expected"), (["--only", "x"], "--only")]
 )
-def test_the_command_refuses(arguments: list[str], words: str) -> None:
+def test_the_command_refuses(
+    every_step: list[Step], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr(prove, "steps", lambda: every_step)
     result = CliRunner().invoke(prove.app, arguments)
     assert result.exit_code == 2 and words in result.output
 
@@ -258,7 +267,7 @@ def test_the_command_refuses(arguments: list[str], words: str) -> None:
 
 
 @needs_compiler
-def test_steps_are_the_whole_matrix() -> None:
+def test_steps_are_the_whole_matrix(every_step: list[Step]) -> None:
     every = [s for arch in ("sm_90a", "sm_100a") for s in matrix.default_specs(arch)]
     hopper = matrix.default_specs("sm_90a")
     sample = {s.name for s in matrix.sample(hopper, thorough=True)}
@@ -272,7 +281,7 @@ def test_steps_are_the_whole_matrix() -> None:
     asked = {VariantSpec.from_name(name).op for name in prove.ASKED}
     assert set(prove.STAND_INS) <= asked
     sample = {name for name in sample if VariantSpec.from_name(name).op not in prove.STAND_INS}
-    steps = prove.steps()
+    steps = every_step
     assert max(Counter(s.name for s in steps).values()) == 1
     assert {s.kind for s in steps} == set(prove.KINDS)
     by_kind = {kind: {s.what for s in steps if s.kind == kind} for kind in prove.KINDS}
@@ -308,9 +317,9 @@ def test_steps_are_the_whole_matrix() -> None:
 
 
 @needs_compiler
-def test_builds_are_each_variant_once() -> None:
+def test_builds_are_each_variant_once(every_step: list[Step]) -> None:
     built: Counter[str] = Counter()
-    for step in prove.steps():
+    for step in every_step:
         if step.kind == "build":
             (command,) = step.commands
             arch, pattern = command[command.index("--arch") + 1], command[-1]
@@ -320,11 +329,11 @@ def test_builds_are_each_variant_once() -> None:
 
 
 @needs_compiler
-def test_keys_follow_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_follow_the_sources(every_step: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit of the merge kernel reaches merge and the decodes, which launch it; nothing else."""
     from codegen import closure
 
-    before = {s.name: s.key for s in prove.steps()}
+    before = {s.name: s.key for s in every_step}
     path, digest = closure.ROOT / "smxx" / "merge.py", closure._digest
     monkeypatch.setattr(closure, "_digest", lambda p, m: b"edited" if p == path else digest(p, m))
     after = {s.name: s.key for s in prove.steps()}
@@ -387,9 +396,9 @@ def test_the_page_explains_what_may_survive() -> None:
     assert set(rows) == {*prove.EXPLAINED, *prove.EXPLAINED_SM100, *own}
 
 
-def test_some_kernels_explain_more() -> None:
+def test_some_kernels_explain_more(every_step: list[Step]) -> None:
     """A warpgroup's barrier is needless where its warps' arrivals follow; on SM90 none do."""
-    steps = {step.name: step.commands[-1] for step in prove.steps()}
+    steps = {step.name: step.commands[-1] for step in every_step}
     own = prove.EXPLAINED_OF["dense_decode_*_sm100a"]
     with_it = {name for name, command in steps.items() if set(own) & set(command)}
     assert with_it == {
@@ -400,9 +409,9 @@ def test_some_kernels_explain_more() -> None:
         assert studied and all(set(texts) <= set(command) for command in studied)
 
 
-def test_sm100_explains_one_barrier_of_a_warp() -> None:
+def test_sm100_explains_one_barrier_of_a_warp(every_step: list[Step]) -> None:
     """Where SM90's steps pass any, those of SM100 pass that behind S' loads alone."""
-    steps = [step for step in prove.steps() if step.kind == "mutants"]
+    steps = [step for step in every_step if step.kind == "mutants"]
     for step in steps:
         assert ("bar.warp.sync" in step.commands[-1]) == step.what.endswith("_sm90a")
     for name in ("dense_softmax.py", "softmax_role.py"):

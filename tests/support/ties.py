@@ -78,6 +78,11 @@ class Tied:
             self.out, self.lse = self.mimic()
         return seen[-1][:, 0, : LENGTHS[1]]
 
+    def second(self) -> Tied:
+        """Its second sequence alone, of the same cache: a sixth of the mimic's work."""
+        q = QuantizedQuery(*(x[1:] for x in (self.q.nope, self.q.rope, self.q.scale)))
+        return Tied(self.cache, q, self.block_table[1:], self.cache_seqlens[1:], self.page)
+
     @staticmethod
     def make() -> Tied:
         """The scale of a token is moved until its P' is in the middle of two values."""
@@ -85,17 +90,18 @@ class Tied:
         cache, table, lengths = selfcheck.filled_cache(LENGTHS, 64)
         q = selfcheck.sample_query(len(LENGTHS), S_Q, HEADS)
         made = Tied(cache, q, table, lengths, int(table[1, 0]))
-        p = made.p()
+        second = made.second()
+        p = second.p()
         row, token = divmod(int((p - 0.9 * MIDDLE).abs().argmin()), LENGTHS[1])
         made.token = token
         below = above = made.scales[token].clone()
-        while float(made.p()[row, token]) < MIDDLE:
+        while float(second.p()[row, token]) < MIDDLE:
             above = made.scales[token].clone()
             made.scales[token] *= 1.05
         below, above = above, made.scales[token].clone()
         while float(above) > float(torch.nextafter(below, above)):
             made.scales[token] = (below + above) / 2
-            if float(made.p()[row, token]) < MIDDLE:
+            if float(second.p()[row, token]) < MIDDLE:
                 below = made.scales[token].clone()
             else:
                 above = made.scales[token].clone()
