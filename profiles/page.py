@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,33 @@ def write_rows(
         lines.append(row)
         print(row, flush=True)
         write_atomic(path, "\n".join(lines) + "\n")
+
+
+Body = Callable[[Sequence[Any]], list[str]]  # a page's tables of its rows
+
+
+def write_record(
+    path: Path, beginning: Sequence[str], rows: Sequence[Mapping[str, Any]], body: Body
+) -> None:
+    """Writes what was measured as ``path``, JSON, and beside it the page that ``body`` makes of it.
+
+    Args:
+        beginning: what ``head`` gives.
+        rows: one a line of the table, of numbers and texts.
+    """
+    record = {"head": list(beginning), "rows": list(rows)}
+    write_atomic(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    write_atomic(path.with_suffix(".md"), "\n".join([*beginning, *body(rows)]) + "\n")
+
+
+def render(path: Path, body: Body) -> None:
+    """Writes the page of a record again."""
+    record = json.loads(path.read_text())
+    lines = [*record["head"], *body(record["rows"])]
+    write_atomic(path.with_suffix(".md"), "\n".join(lines) + "\n")
+
+
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table of cells."""
+    first = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return first + [f"| {' | '.join(cells)} |" for cells in lines]

@@ -29,13 +29,15 @@ import torch
 from profiles import ceilings, timing
 from profiles.roofline import Energies
 
-SECONDS = 0.25  # of a measurement, and of the same load before it
+SECONDS = 0.25  # of a probe, and of the same load before it
+ROW_SECONDS = 0.5  # of a row
 POLL_S = 0.003
 SMI_PERIOD_MS = 20
 READ_BYTES = 1 << 30
 L2_BYTES = 16 << 20  # stays in any L2 cache of 25 MB or more
 READ_TILING = (16384, 4096, 4)  # int32 elements a program, a load; warps
 L2_CTAS_A_SM, L2_ROUNDS, WAIT_ROUNDS = 4, 64, 1000
+COUNTER = "energy counter"
 NO_METER = (
     "power: neither nvidia-ml-py (pip install nvidia-ml-py) nor nvidia-smi reads this card's power"
 )
@@ -91,7 +93,7 @@ def reading(samples: Sequence[Sample], begin: float, end: float, source: str) ->
     ticks = [now for before, now in itertools.pairwise(energy) if now[1] != before[1]]
     if len(ticks) > 1 and ticks[-1][0] - ticks[0][0] >= (end - begin) / 2:
         (t0, e0), (t1, e1) = ticks[0], ticks[-1]
-        return Reading((e1 - e0) / (t1 - t0), mhz, "energy counter")
+        return Reading((e1 - e0) / (t1 - t0), mhz, COUNTER)
     watts = [s.watts for s in inside if s.watts is not None]
     if not watts:
         raise ValueError(f"no power reading in {end - begin:.2f} s ({len(inside)} samples)")
@@ -240,18 +242,24 @@ def parse_smi(line: str) -> list[float | None]:
 # ------------------------------------------------------------------------------------ measuring
 
 
-def alone(loop: timing.Loop, meter: Meter, seconds: float = SECONDS) -> Solo:
-    """Replays ``loop`` by itself for ``seconds``, after as long a lead-in of the same load."""
+def alone(
+    loop: timing.Loop, meter: Meter, seconds: float = SECONDS, lead_s: float | None = None
+) -> Solo:
+    """Replays ``loop`` by itself for ``seconds``, after a lead-in of the same load, as long or of
+    ``lead_s``."""
     stream = torch.cuda.current_stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(stream)
     loop.run()
     end.record(stream)
     end.synchronize()
-    replays = max(1, round(seconds * 1e3 / max(begin.elapsed_time(end), 1e-3)))
+    each = max(begin.elapsed_time(end), 1e-3)
+    before, replays = (
+        max(1, round(s * 1e3 / each)) for s in (seconds if lead_s is None else lead_s, seconds)
+    )
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for event in (begin, end):
-        for _ in range(replays):
+    for event, count in ((begin, before), (end, replays)):
+        for _ in range(count):
             loop.run()
         event.record(stream)
     with meter.watching():

@@ -55,34 +55,45 @@ SHAPES = (  # b, s_q, heads, topk
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
+def filled_rows(tokens: int, device: torch.device, cache: Any = None) -> torch.Tensor:
+    """(tokens, 656) random rows of FlashMLA's format; appended to ``cache``, too, if given."""
+    rows = torch.empty(tokens, 656, dtype=torch.uint8, device=device)
+    step = 1 << 17
+    for begin in range(0, tokens, step):
+        here = rows[begin : begin + step]
+        x = torch.randn(len(here), 576, device=device)
+        x[:, :512] += 0.5
+        groups = x[:, :512].view(-1, 4, 128)
+        scale = groups.abs().amax(-1) / 448
+        content = (groups / scale[..., None]).to(torch.float8_e4m3fn)
+        here[:, :512] = content.view(-1, 512).view(torch.uint8)
+        here[:, 512:528] = scale.view(torch.uint8)
+        here[:, 528:] = x[:, 512:].bfloat16().view(torch.uint8)
+        if cache is not None:
+            slots = torch.arange(begin, begin + len(here), device=device)
+            snapmla.append_kv(cache, x[:, :512].bfloat16(), x[:, 512:].bfloat16(), slots)
+    return rows
+
+
+def meant(rows: torch.Tensor) -> torch.Tensor:
+    """(n, 576) float64 of FlashMLA's rows."""
+    content = rows[:, :512].contiguous().view(torch.float8_e4m3fn).double().view(-1, 4, 128)
+    scale = rows[:, 512:528].contiguous().view(torch.float32).double()
+    rope = rows[:, 528:].contiguous().view(torch.bfloat16).double()
+    return torch.cat(((content * scale[..., None]).flatten(1), rope), 1)
+
+
 class Pools:
     """The same random tokens as FlashMLA's rows and as our cache."""
 
     def __init__(self, sequences: int, layout: str, device: torch.device) -> None:
         tokens = sequences * SPAN
-        self.rows = torch.empty(tokens, 656, dtype=torch.uint8, device=device)
         self.cache = snapmla.PagedKVCache.allocate(tokens // PAGE, PAGE, layout, device)
-        step = 1 << 17
-        for begin in range(0, tokens, step):
-            x = torch.randn(step, 576, device=device)
-            x[:, :512] += 0.5
-            here = self.rows[begin : begin + step]
-            groups = x[:, :512].view(step, 4, 128)
-            scale = groups.abs().amax(-1) / 448
-            content = (groups / scale[..., None]).to(torch.float8_e4m3fn)
-            here[:, :512] = content.view(step, 512).view(torch.uint8)
-            here[:, 512:528] = scale.view(torch.uint8)
-            here[:, 528:] = x[:, 512:].bfloat16().view(torch.uint8)
-            slots = torch.arange(begin, begin + step, device=device)
-            snapmla.append_kv(self.cache, x[:, :512].bfloat16(), x[:, 512:].bfloat16(), slots)
+        self.rows = filled_rows(tokens, device, self.cache)
 
     def stored_rows(self, at: torch.Tensor) -> torch.Tensor:
         """(n, 576) float64 of FlashMLA's rows."""
-        rows = self.rows[at]
-        content = rows[:, :512].contiguous().view(torch.float8_e4m3fn).double().view(-1, 4, 128)
-        scale = rows[:, 512:528].contiguous().view(torch.float32).double()
-        rope = rows[:, 528:].contiguous().view(torch.bfloat16).double()
-        return torch.cat(((content * scale[..., None]).flatten(1), rope), 1)
+        return meant(self.rows[at])
 
     def stored_planes(self, at: torch.Tensor) -> torch.Tensor:
         """(n, 576) float64 of our cache."""
