@@ -20,7 +20,11 @@ import torch
 
 from profiles import power, timing
 
-SECONDS, LEAD_S, PAUSE_S = 0.5, 0.2, 0.05  # measured; the same load before; the card at rest before
+SECONDS, LEAD_S, PAUSE_S = (
+    power.ROW_SECONDS,
+    0.2,
+    0.05,
+)  # measured; the same load before; the card at rest before
 CONFIG = timing.TimingConfig(graph_ms=6.0, host_iters=0)
 UNKNOWN = "–"
 Calls = Mapping[str, Sequence[Callable[[], Any]]]

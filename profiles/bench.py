@@ -178,7 +178,7 @@ def bench(
     card: Annotated[str, typer.Option(help="The card of a dry run.")] = "H200",
     probe: Annotated[bool, typer.Option(help="Measure the ceilings first.")] = True,
     power: Annotated[
-        bool, typer.Option(help="Also run each row alone for 1/4 s: watts, energy, power roof.")
+        bool, typer.Option(help="Also run each row alone for 1/2 s: watts, energy, power roof.")
     ] = False,
     quick: Annotated[bool, typer.Option(help="Fewer rounds, a smaller probe.")] = False,
     mean: Annotated[float, typer.Option(help="Mean of the latents' channels.")] = 0.0,

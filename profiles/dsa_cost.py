@@ -48,6 +48,11 @@ MORE = ((64, 16384), (2048, 32768), (1, 300000))
 # Rows of fewer tokens in logits that are as wide as an engine's longest context.
 ENGINE = tuple((rows, 163840, tokens) for tokens in (8192, 33000, 131072)
                for rows in (1, 8, 32, 64, 128, 256))  # fmt: skip
+WIDE = 163840
+# Lengths that are no power of two, at the ends of no variant: as wide as an engine's, and exact.
+LENGTHS = (5000, 12000, 33000, 100000)
+BESIDE = tuple((rows, columns, tokens) for tokens in LENGTHS for rows in (1, 8, 32, 128, 256)
+               for columns in (WIDE, tokens))  # fmt: skip
 ZEROS = ((64, 16384), (64, 131072), (256, 32768))  # also with 98 % of the scores 0
 WORKSPACE = 1 << 20  # bytes that vLLM's ops want
 COOPERATIVE_ROWS = 32  # the most that vLLM gives cooperative_topk
@@ -342,17 +347,17 @@ def main(
     )
     lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     found = Peers.of(peers)
-    wanted = [(*shape, shape[1], "normal") for shape in (*SHAPES, *MORE)]
+    wanted = [(*shape, "normal") for shape in (*BESIDE, *ENGINE)]
+    wanted += [(*shape, shape[1], "normal") for shape in (*SHAPES, *MORE)]
     wanted += [(*shape, shape[1], "zeros") for shape in ZEROS]
-    wanted += [(*shape, "normal") for shape in ENGINE]
     with torch.inference_mode():
-        for rows, columns, tokens, name in wanted[:some]:
+        for rows, columns, tokens, name in dict.fromkeys(wanted[:some]):
             if columns > shapes.choose(rows, columns).columns:
                 continue
             lines.append(row(rows, columns, tokens, name, found))
             typer.echo(lines[-1])
+            write_atomic(out / "dsa_cost.md", "\n".join(lines) + "\n")
             torch.cuda.empty_cache()
-    write_atomic(out / "dsa_cost.md", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

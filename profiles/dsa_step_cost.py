@@ -4,16 +4,18 @@
 
 Ours: scores and top-k, to cache slots, in one call.  Theirs: DeepGEMM's logits (its metadata made
 before) and the faster of vLLM's top-k ops, to positions; turning those into slots is timed beside
-it, by torch, an upper bound.  Drafts beyond two are given to DeepGEMM as vLLM does on Hopper, a
-sequence each.  Calls are captured in CUDA graphs over several block tables, which take turns.
-Before that the tokens that theirs select are compared with ours: the same but for scores that tie
-within rounding.
+it, by torch, an upper bound.  Scores are as wide as an engine's longest context, whatever the
+lengths, or as wide as the sequences are long.  Drafts beyond two are given to DeepGEMM as vLLM does
+on Hopper, a sequence each.  Calls are captured in CUDA graphs over several block tables, which take
+turns.  Before that the tokens that theirs select are compared with ours: the same but for scores
+that tie within rounding.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +30,7 @@ import typer
 from codegen.artifacts import write_atomic
 from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from profiles import page, timing
-from profiles.dsa_cost import COOPERATIVE_ROWS, WORKSPACE, K, vllm_ops
+from profiles.dsa_cost import COOPERATIVE_ROWS, LENGTHS, WIDE, WORKSPACE, K, vllm_ops
 from profiles.index_cost import CALLS, DECODES, Timed, in_turn, peer_of, pool_of, queries, tables
 from profiles.machine import machine
 from snapmla.dsa import index_topk, index_topk_workspace
@@ -38,15 +40,18 @@ SHARED = 0.995  # of the tokens that ours and theirs select: the rest tie within
 
 
 class Step:
-    """A step's tensors on the card."""
+    """A step's tensors on the card; scores have ``columns``, as many as ``tokens`` if 0."""
 
     def __init__(
         self, pool: torch.Tensor, heads: int, b: int, s_q: int, tokens: int, k: int = K,
-        count: int = CALLS,
+        count: int = CALLS, columns: int = 0,
     ) -> None:  # fmt: skip
         self.pool, self.tokens, self.s_q, self.heads, self.k = pool, tokens, s_q, heads, k
         self.q, self.w = queries(b * s_q, heads, pool.device)
-        self.tables = tables(pool, b, tokens, count)
+        self.columns, self.tables = columns or tokens, tables(pool, b, tokens, count)
+        more = -(-self.columns // PAGE) - self.tables[0].shape[1]
+        if more:
+            self.tables = [torch.nn.functional.pad(table, (0, more)) for table in self.tables]
         self.lengths = torch.full((b,), tokens, dtype=torch.int32, device=pool.device)
         behind = torch.arange(1 - s_q, 1, device=pool.device, dtype=torch.int32)
         self.seen = (self.lengths[:, None] + behind).contiguous()
@@ -81,7 +86,7 @@ class Step:
         first = shaped if newer is None else (shaped, None)
         score = newer or peer.fp8_paged_mqa_logits
         return lambda i: score(
-            first, cache, self.w, seen, wide[i], planned, self.tokens, clean_logits=False
+            first, cache, self.w, seen, wide[i], planned, self.columns, clean_logits=False
         )
 
     def theirs(self, peer: Any, ops: Any) -> Timed:
@@ -96,7 +101,7 @@ class Step:
             out, op = self.result(), getattr(ops, name)
 
             def call(i: int) -> torch.Tensor:
-                op(logits(i), lengths, out, workspace, self.k, self.tokens)
+                op(logits(i), lengths, out, workspace, self.k, self.columns)
                 return out
 
             return call
@@ -139,6 +144,9 @@ def main(
     pages: Annotated[int, typer.Option(help="Of the pool.")] = 1 << 16,
     drafts: Annotated[str, typer.Option(help="Query tokens of a sequence, by commas.")] = "1,2,4",
     first: Annotated[int, typer.Option(help="Shapes to time, the first ones.")] = 99,
+    beside: Annotated[
+        bool, typer.Option(help="Only scores of an engine's width, and exact ones beside them.")
+    ] = False,
 ) -> None:
     """Times the shapes and writes ``dsa_step_cost.md``."""
     peer, ops = peer_of(os.environ.get("DEEP_GEMM", "")), vllm_ops(peers)
@@ -149,20 +157,35 @@ def main(
         f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
         "ours: to slots; then the faster of theirs, to positions, its time by ours, the others",
     )  # fmt: skip
-    lines += ["| heads, sequences × query tokens × tokens | ours | theirs | ratio | others |",
-              "|---" * 5 + "|"]  # fmt: skip
+    columns = ("heads, sequences × query tokens × tokens of columns", "ours", "theirs", "ratio",
+               "others")  # fmt: skip
+    lines += page.table(columns, [])
     torch.manual_seed(0)
     with torch.inference_mode():
         pool = pool_of(pages)
-        for heads in (64, 32):
-            for s_q in (int(n) for n in drafts.split(",")):
-                for b, tokens in DECODES[:first]:
-                    if b * tokens > PAGE * len(pool):
-                        continue
-                    step = Step(pool, heads, b, s_q, tokens)
-                    lines.append(row(step, peer, ops, f"{heads}, {b} × {s_q} × {tokens}"))
-                    typer.echo(lines[-1])
-    write_atomic(out / "dsa_step_cost.md", "\n".join(lines) + "\n")
+        for heads, b, s_q, tokens, columns in wanted(beside, drafts, first):
+            if b * tokens > PAGE * len(pool):
+                continue
+            step = Step(pool, heads, b, s_q, tokens, columns=columns)
+            shape = f"{heads}, {b} × {s_q} × {tokens}"
+            shape += f" of {columns}" if columns > tokens else ""
+            lines.append(row(step, peer, ops, shape))
+            typer.echo(lines[-1])
+            write_atomic(out / "dsa_step_cost.md", "\n".join(lines) + "\n")
+
+
+def wanted(beside: bool, drafts: str, first: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Heads, sequences, query tokens of each, tokens and columns of the rows."""
+    for tokens in LENGTHS:
+        for b in (1, 8, 32, 128):
+            for columns in (WIDE, tokens):
+                yield 64, b, 1, tokens, columns
+    if beside:
+        return
+    for heads in (64, 32):
+        for s_q in (int(n) for n in drafts.split(",")):
+            for b, tokens in DECODES[:first]:
+                yield heads, b, s_q, tokens, tokens
 
 
 if __name__ == "__main__":

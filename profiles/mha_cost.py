@@ -6,7 +6,8 @@
 At these sizes a card sits at its power limit, whose memory is some 20 ms long: what stands behind a
 slower contender reads too fast.  So every round takes the contenders in another order, each warms
 up before it is timed, and only ratios of one table hold.  cuBLAS' rate of the same run stands
-beside.  Results are compared with the peer's before anything is timed.
+beside.  Of some shapes each contender is also timed alone (``profiles.alone``); ``--alone`` does
+that and nothing else.  Results are compared with the peer's before anything is timed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from codegen.artifacts import write_atomic
 from dsl_kernels.mha_list import VALUES, WIDTHS
 from dsl_kernels.spec import VariantSpec
-from profiles import page, timing
+from profiles import alone, page, power, timing
 from profiles.machine import machine
 from profiles.peer_libraries import FlashAttention3
 from snapmla import runtime
@@ -121,6 +122,7 @@ SHAPES = (
     even("2 x 8192", 2, 8192, 32, 256, False, 0.92, kv_heads=4),
     even("1 x 2048", 1, 2048, 20, 256, True, 0.92),
 )
+ALONE = (SHAPES[1], SHAPES[0], SHAPES[2], SHAPES[12], SHAPES[10])  # also by themselves
 CHUNKS = ((128, 1.10, 1.04), (16, 1.12, 1.05))  # heads; gates with torch's copies, with good ones
 
 
@@ -316,6 +318,43 @@ def row(shape: Shape, device: torch.device, seed: int, also: tuple[str, ...] = (
     ) + "".join(more)
 
 
+def alone_row(shape: Shape, device: torch.device, meter: power.Meter) -> dict[str, Any]:
+    """Contenders of a shape in turn and each by itself, as ``profiles.alone`` tells them."""
+    problem = Problem.draw(shape, device)
+    problem.ours()()
+    compare(problem.out, problem.lse, *problem.fa3()()[:2])
+    calls = {"FA3": problem.fa3(), "snapmla": problem.ours()}
+    cudnn = problem.cudnn()
+    if cudnn is not None and taken(cudnn):
+        calls["cuDNN"] = cudnn
+    kind = "causal" if shape.causal else "full"
+    return {
+        "shape": f"{shape.label}, {shape.heads}, {shape.d_qk}, {kind}", "units": 1,
+        "us": {name: median(times) for name, times in in_turn(calls).items()},
+        "alone": alone.measure({name: [call] for name, call in calls.items()}, meter),
+    }  # fmt: skip
+
+
+def alone_only(out: Path, device: torch.device) -> None:
+    """Writes ``mha_alone.md`` and ``.json``."""
+    nvml, rows = timing.Nvml(), []
+    head = page.head(
+        "Dense prefill, each contender alone", "profiles.mha_cost",
+        page.told(machine(device, nvml), page.FACTS),
+        "prompts, heads, channels of Q and K, mask",
+    )  # fmt: skip
+    with torch.inference_mode(), alone.meter_of(nvml) as meter:
+        for shape in ALONE:
+            rows.append(alone_row(shape, device, meter))
+            page.write_record(out / "mha_alone.json", head, rows, alone_body)
+            torch.cuda.empty_cache()
+
+
+def alone_body(rows: Sequence[Any]) -> list[str]:
+    """The table of a record."""
+    return alone.lines(rows, "FA3")
+
+
 def taken(call: Call) -> bool:
     """Whether cuDNN has a kernel for a call."""
     try:
@@ -426,10 +465,16 @@ def main(
     also: Annotated[
         list[str] | None, typer.Option(help="Other builds of that kernel, in turn with it.")
     ] = None,
+    solo: Annotated[
+        bool, typer.Option("--alone", help="Each contender by itself: mha_alone.md.")
+    ] = False,
 ) -> None:
     """Times the shapes and writes ``mha_cost.md``."""
     FlashAttention3("fa3", peers).load()
     device = torch.device("cuda")
+    if solo:
+        alone_only(out, device)
+        return
     facts = machine(device, timing.Nvml())
     torch.manual_seed(0)
     lines, shapes = [], [shape for shape in SHAPES if d_qk in (0, shape.d_qk)]

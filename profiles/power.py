@@ -1,4 +1,4 @@
-"""Board power: rows alone on the card for a quarter of a second, and what a byte and a FLOP cost.
+"""Board power: rows alone on the card for half a second, and what a byte and a FLOP cost.
 
 Under load the card sits at its power cap and lowers its clock until it fits, so that time follows
 from energy.  ``alone`` replays one loop without neighbours, long enough for the clock to settle and

@@ -6,15 +6,18 @@ Both read the same tokens, FlashMLA as 656-byte rows whose scales are no powers 
 the FP8 cache.  FlashMLA takes 64 or 128 heads, so other queries are padded as its callers pad them.
 Calls are captured in CUDA graphs, one call for each of several sets of random indices, and the
 graphs are replayed in an order that changes each round; before that, results of some query tokens
-are compared with fp64 on what each contender has stored.
+are compared with fp64 on what each contender has stored, and with the query that it sees: ours over
+the FP8 cache is held against the BF16 query, too.  Of some shapes each contender is also timed
+alone (``profiles.alone``): times in turn flatter whoever draws more power than its peer.
 """
 
 from __future__ import annotations
 
-import datetime
+import itertools
+import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,10 +32,8 @@ import torch
 import typer
 
 import snapmla
-from codegen.artifacts import write_atomic
 from dsl_kernels.spec import VariantSpec
-from profiles import timing
-from profiles.bench import command_line, commit
+from profiles import alone, page, power, timing
 from profiles.machine import machine
 from snapmla import runtime
 from snapmla.sparse import plan as sparse_plan
@@ -52,6 +53,12 @@ SHAPES = (  # b, s_q, heads, topk
     (128, 2, 128, 640), (128, 2, 64, 640), (32, 2, 128, 640), (2, 2, 128, 640), (2, 2, 64, 1152),
     (128, 2, 128, 128), (128, 2, 64, 128),
 )  # fmt: skip
+TAILS = (  # and how many entries are tokens, of prompts that are shorter than topk; -1 behind
+    (128, 1, 128, 2048, 1000), (128, 1, 16, 2048, 1000), (32, 1, 128, 2048, 300),
+    (128, 1, 64, 2048, 100),
+)  # fmt: skip
+ALONE = SHAPES[1], SHAPES[0], SHAPES[2], SHAPES[5], (32, 1, 128, 2048)
+PEER, QUERY_GATE = "FlashMLA", 5e-2  # the FP8 query's part in the error to the BF16 query
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -122,16 +129,20 @@ class Contender:
     plan: Any = None
 
 
-def index_sets(pools: Pools, b: int, s_q: int, topk: int) -> list[torch.Tensor]:
-    """Sets of random distinct tokens of each query token's sequence, 1 GB of rows all together."""
-    device = pools.rows.device
-    count = min(max(3, int(1.2e9) // (b * s_q * topk * 656)), 8)
+def index_sets(
+    pools: Pools, b: int, s_q: int, topk: int, held: int | None = None
+) -> list[torch.Tensor]:
+    """Sets of random distinct tokens of each query token's sequence, 1 GB of rows all together;
+    the first ``held`` entries, -1 behind them."""
+    device, held = pools.rows.device, topk if held is None else held
+    count = min(max(3, int(1.2e9) // (b * s_q * held * 656)), 8)
     sequences, sets = len(pools.rows) // SPAN, []
     for number in range(count):
         made = torch.empty(b, s_q, topk, dtype=torch.int32, device=device)
         for i in range(b):
             picked = torch.rand(s_q, SPAN, device=device).argsort(-1)[:, :topk]
             made[i] = (picked + (number * b + i) % sequences * SPAN).int()
+        made[..., held:] = -1
         sets.append(made)
     return sets
 
@@ -202,20 +213,30 @@ def flashmla(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor]) -> Contend
 CONTENDERS = {"native": native, "rows": over_rows}
 
 
-def error(contender: Contender, indices: torch.Tensor, seed: int) -> float:
-    """Largest relative L2 of a few query tokens; the LSE's error counts as infinite beyond 5e-3."""
+def error(
+    contender: Contender, indices: torch.Tensor, seed: int, query: torch.Tensor | None = None,
+    lse_gate: float = 5e-3,
+) -> float:  # fmt: skip
+    """Largest relative L2 of a few query tokens; infinite where the LSE is further off than its
+    gate.
+
+    Args:
+        query: in place of the one that the contender sees.
+    """
     out, lse = contender.calls[0]()
     torch.cuda.synchronize()
-    b, s_q, heads, _ = contender.query.shape
+    seen = contender.query if query is None else query
+    b, s_q, heads, _ = seen.shape
     worst, pick = 0.0, random.Random(seed)
     for _ in range(3):
         i, s = pick.randrange(b), pick.randrange(s_q)
-        kv = contender.stored(indices[i, s].long())
-        logits = contender.query[i, s] @ kv.T * SCALE
+        some = indices[i, s].long()
+        kv = contender.stored(some[some >= 0])
+        logits = seen[i, s].double() @ kv.T * SCALE
         top = torch.logsumexp(logits, -1)
         want = torch.exp(logits - top[:, None]) @ kv[:, :512]
         worst = metrics.largest(worst, metrics.relative_l2(out[i, s, :heads], want))
-        if not float((lse[i, :heads, s] - top).abs().max()) <= 5e-3:  # nor NaN
+        if not float((lse[i, :heads, s] - top).abs().max()) <= lse_gate:  # nor NaN
             return float("inf")
     return worst
 
@@ -260,29 +281,81 @@ def in_turn(contenders: list[Contender]) -> dict[str, float]:
 
 def row(
     pools: Pools,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     ours: list[Callable[..., Contender]],
     options: dict[str, Any] | None = None,
-) -> str:
-    """One line of the table.  Raises ValueError for results that are wrong."""
-    b, s_q, heads, topk = shape
+    meter: power.Meter | None = None,
+) -> dict[str, Any]:
+    """One row: times and errors by contender; each also alone if there is a meter.
+
+    Args:
+        shape: of ``SHAPES``, or of ``TAILS``.
+
+    Raises:
+        ValueError: results are wrong.
+    """
+    b, s_q, heads, topk, *tail = shape
+    held = tail[0] if tail else topk
     x = torch.randn(b, s_q, heads, 576, device=pools.rows.device).bfloat16()
-    sets = index_sets(pools, b, s_q, topk)
+    sets = index_sets(pools, b, s_q, topk, held)
     contenders = [flashmla(pools, x, sets)]
     contenders += [make(pools, x, sets, options or {}) for make in ours]
     errors = {c.name: error(c, sets[0], topk) for c in contenders}
     wrong = {name: e for name, e in errors.items() if not e < GATES[name]}
+    quantised = {
+        c.name: error(c, sets[0], topk, x, math.inf) for c in contenders if c.name == "native"
+    }
+    wrong |= {name: e for name, e in quantised.items() if not e < QUERY_GATE}
     if wrong:
         raise ValueError(f"{shape}: {wrong}")
-    us = in_turn(contenders)
-    theirs, figures = us.pop("FlashMLA"), []
-    for name, time in us.items():
-        tflops = 2e-6 * b * s_q * heads * topk * (576 + 512) / time
-        tbs = 1e-6 * b * s_q * topk * BYTES[name] / time
-        ratio, relative = theirs / time, errors[name]
-        figures.append(f" {time:.1f} | {ratio:.2f} | {tflops:.0f} | {tbs:.2f} | {relative:.1e} |")
-    first = f"| {b}, {s_q}, {heads}, {topk} | {theirs:.1f} | {errors['FlashMLA']:.1e} |"
-    return first + "".join(figures)
+    made: dict[str, Any] = {
+        "shape": label(shape), "sizes": [b, s_q, heads, held], "us": in_turn(contenders),
+        "error": errors, "query_error": quantised, "units": tiles(b, s_q, heads, held),
+    }  # fmt: skip
+    if meter is not None:
+        made["alone"] = alone.measure({c.name: c.calls for c in contenders}, meter)
+    return made
+
+
+def label(shape: tuple[int, ...]) -> str:
+    """A shape as the table tells it."""
+    *first, held = shape if len(shape) > 4 else (*shape, shape[3])
+    return ", ".join(map(str, first)) + (f" ({held} tokens)" if held < first[3] else "")
+
+
+def tiles(b: int, s_q: int, heads: int, tokens: int) -> int:
+    """Tiles of 64 rows and 64 tokens; fewer rows count as one."""
+    return b * s_q * -(-heads // 64) * -(-tokens // 64)
+
+
+def body(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of a record, and that of times alone where there are some."""
+    names = [name for name in rows[0]["us"] if name != PEER]
+    columns = ["b, s_q, heads, topk", PEER, "error"]
+    for name in names:
+        columns += [name, "ratio", "TF/s", "TB/s", "error"]
+    queries = any(row.get("query_error") for row in rows)
+    columns += ["native's error to the BF16 query"] * queries
+    return [*page.table(columns, [cells(row, names, queries) for row in rows]),
+            *alone.lines(rows, PEER, "tile")]  # fmt: skip
+
+
+def cells(row: Mapping[str, Any], names: Sequence[str], queries: bool) -> list[str]:
+    """Of one line."""
+    (b, s_q, heads, held), us, errors = row["sizes"], row["us"], row["error"]
+    found = [row["shape"], f"{us[PEER]:.1f}", f"{errors[PEER]:.1e}"]
+    for name in names:
+        time = us[name]
+        tflops = 2e-6 * b * s_q * heads * held * (576 + 512) / time
+        tbs = 1e-6 * b * s_q * held * BYTES[name] / time
+        found += [
+            f"{time:.1f}", f"{us[PEER] / time:.2f}", f"{tflops:.0f}", f"{tbs:.2f}",
+            f"{errors[name]:.1e}",
+        ]  # fmt: skip
+    if queries:
+        off = row.get("query_error", {}).get("native")
+        found.append("–" if off is None else f"{off:.1e}")
+    return found
 
 
 def build_with(axes: dict[str, int]) -> None:
@@ -297,46 +370,56 @@ def build_with(axes: dict[str, int]) -> None:
     sparse_plan.sparse_spec = chosen
 
 
+def swept(pools: Pools, ours: list[Callable[..., Contender]]) -> Iterator[dict[str, Any]]:
+    """Rows of small batches by the number of parts."""
+    for shape in ((2, 1, 128, 2048), (2, 1, 64, 2048), (2, 1, 16, 2048)):
+        for parts in (8, 16, 22, 33, 44, 66, 132):
+            if parts * -(-shape[2] // 64) <= 132:
+                made = row(pools, shape, ours, {"num_parts": parts})
+                yield {**made, "shape": f"{made['shape']}; {parts} parts"}
+
+
 def main(
-    peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
+    peers: Annotated[
+        Path | None, typer.Option(help="Folder of peers, with FlashMLA's library.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     layout: Annotated[str, typer.Option(help="Of our cache.")] = "split",
     names: Annotated[str, typer.Option("--ours", help="native, rows, by commas.")] = "native,rows",
     some: Annotated[int, typer.Option("--first", help="Shapes to time, the first ones.")] = 99,
     axes: Annotated[str, typer.Option(help="More of our kernels: stages=3, by commas or +.")] = "",
     sweep: Annotated[bool, typer.Option(help="Numbers of parts of small batches too.")] = False,
+    again: Annotated[Path | None, typer.Option("--render", help="A record's page anew.")] = None,
 ) -> None:
-    """Times the shapes and writes ``sparse_cost.md``."""
+    """Times the shapes and writes ``sparse_cost.md`` and ``.json``."""
+    if again is not None:
+        page.render(again, body)
+        return
+    if peers is None:
+        raise typer.BadParameter("a folder with FlashMLA's library", param_hint="--peers")
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
-    facts = machine(torch.device("cuda"), timing.Nvml())
-    named = ("gpu", "driver", "cuda", "torch")
-    ours = [CONTENDERS[name] for name in names.split(",")]
-    each = "".join(f" {name} | ratio | TF/s | TB/s | error |" for name in names.split(","))
-    head = f"| b, s_q, heads, topk | FlashMLA | error |{each}"
-    lines = [
-        "# Sparse decode beside FlashMLA", "",
-        f"`{command_line(sys.argv[1:], '-m profiles.sparse_cost')}`", "",
-        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
-        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
-        f"- µs a call; pages of {PAGE}, layout {layout}; errors: relative L2 to fp64",
-        "", head, "|---" * (3 + 5 * len(ours)) + "|",
-    ]  # fmt: skip
+    nvml = timing.Nvml()
+    head = page.head(
+        "Sparse decode beside FlashMLA", "profiles.sparse_cost",
+        page.told(machine(torch.device("cuda"), nvml), page.FACTS),
+        f"µs a call, in turn; pages of {PAGE}, layout {layout}; errors: relative L2 to fp64",
+        "(n tokens): so many entries of each list are tokens, -1 stands behind them",
+    )  # fmt: skip
     if axes:
         words = (word.partition("=") for word in axes.replace("+", ",").split(","))
         build_with({axis: int(value) for axis, _, value in words})
+    ours, rows = [CONTENDERS[name] for name in names.split(",")], []
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.inference_mode(), alone.meter_of(nvml) as meter:
         pools = Pools(128, layout, torch.device("cuda"))
-        for shape in SHAPES[:some]:
-            lines.append(row(pools, shape, ours))
-            typer.echo(lines[-1])
-        for shape in ((2, 1, 128, 2048), (2, 1, 64, 2048), (2, 1, 16, 2048)) if sweep else ():
-            for parts in (8, 16, 22, 33, 44, 66, 132):
-                if parts * -(-shape[2] // 64) <= 132:
-                    line = row(pools, shape, ours, {"num_parts": parts})
-                    lines.append(f"{line} {parts} parts |")
-                    typer.echo(lines[-1])
-    write_atomic(out / "sparse_cost.md", "\n".join(lines) + "\n")
+        made = (
+            row(pools, shape, ours, meter=meter if shape in ALONE else None)
+            for shape in (*ALONE, *TAILS, *(s for s in SHAPES if s not in ALONE))[:some]
+        )
+        for each in itertools.chain(made, swept(pools, ours) if sweep else ()):
+            rows.append(each)
+            typer.echo(body(rows[-1:])[2])
+            page.write_record(out / "sparse_cost.json", head, rows, body)
 
 
 if __name__ == "__main__":

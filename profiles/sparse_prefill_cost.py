@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,7 @@ import torch
 import typer
 
 from codegen.artifacts import write_atomic
-from profiles import page, timing
+from profiles import alone, page, power, timing
 from profiles.machine import machine
 from profiles.mha_cost import gemm, in_turn, ratio, spread
 from snapmla.sparse.prefill import sparse_prefill
@@ -75,6 +76,7 @@ SHAPES = (
     Shape(4096, 32768, 16, 2048, 1.25), Shape(4096, 8192, 64, 512, 1.05, 512),
     Shape(4096, 8192, 128, 1024, 1.05, 512), Shape(62, 32768, 128, 2048, 1.0),
 )  # fmt: skip
+ALONE = SHAPES[0], SHAPES[3], SHAPES[4]  # also by themselves
 # Decode over a BF16 cache, as vLLM calls it: 128 query tokens, a sequence each.
 DECODE = tuple(
     Shape(128, 128 * SPAN, heads, 2048, gate, span=SPAN)
@@ -170,14 +172,53 @@ def row(shape: Shape, device: torch.device, seed: int) -> str:
     )
 
 
+def alone_rows(device: torch.device, meter: power.Meter) -> Iterator[dict[str, Any]]:
+    """Contenders of some shapes in turn and each by itself, as ``profiles.alone`` tells them."""
+    for shape in ALONE:
+        problem = Problem.draw(shape, device)
+        problem.error(problem.ours())
+        problem.error(problem.flashmla())
+        calls = {"FlashMLA": problem.flashmla, "snapmla": problem.ours}
+        found = in_turn(calls)
+        yield {
+            "shape": f"{shape.s_q} x {shape.s_kv}, {shape.heads} heads, topk {shape.topk}",
+            "units": shape.s_q * -(-shape.heads // 64) * -(-shape.topk // TILE),
+            "us": {name: median(times) for name, times in found.items()},
+            "alone": alone.measure({name: [call] for name, call in calls.items()}, meter),
+        }
+
+
+def alone_body(rows: Sequence[Any]) -> list[str]:
+    """The table of a record."""
+    return alone.lines(rows, "FlashMLA", "tile")
+
+
+def alone_only(out: Path, device: torch.device) -> None:
+    """Writes ``sparse_prefill_alone.md`` and ``.json``."""
+    nvml, rows = timing.Nvml(), []
+    told = page.told(machine(device, nvml), page.FACTS)
+    head = page.head("Sparse prefill, each contender alone", "profiles.sparse_prefill_cost", told)
+    with torch.inference_mode(), alone.meter_of(nvml) as meter:
+        for row in alone_rows(device, meter):
+            rows.append(row)
+            page.write_record(out / "sparse_prefill_alone.json", head, rows, alone_body)
+            torch.cuda.empty_cache()
+
+
 def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     first: Annotated[int, typer.Option(help="Shapes to time, the first ones.")] = 99,
+    solo: Annotated[
+        bool, typer.Option("--alone", help="Each contender by itself: sparse_prefill_alone.md.")
+    ] = False,
 ) -> None:
     """Times the shapes and writes ``sparse_prefill_cost.md``."""
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
     device = torch.device("cuda")
+    if solo:
+        alone_only(out, device)
+        return
     facts = page.told(machine(device, timing.Nvml()), ("gpu", "driver", "cuda", "torch"))
     columns = (
         "query tokens", "rows of KV", "heads", "topk", "channels", "snapmla µs", "TFLOP/s",

@@ -16,10 +16,9 @@ how many tokens a list is cut (0: as the planner would), FlashMLA beside them.
 
 from __future__ import annotations
 
-import datetime
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -33,12 +32,10 @@ import typer
 from torch import Tensor
 
 import snapmla
-from codegen.artifacts import write_atomic
 from dsl_kernels.dims import TOKEN_TILE
-from profiles import timing
-from profiles.bench import command_line, commit
+from profiles import alone, page, power, timing
 from profiles.machine import machine
-from profiles.sparse_cost import Contender, Results, in_turn
+from profiles.sparse_cost import Contender, Results, in_turn, tiles
 from snapmla import flash_mla
 from snapmla.cache import PagedKVCache
 from snapmla.sparse.decode import sparse_decode
@@ -53,6 +50,11 @@ SHAPES = (  # b, s_q, heads, second list
     (128, 1, 64, 512), (128, 1, 16, 512), (32, 2, 128, 512), (2, 2, 128, 512), (2, 2, 64, 1024),
     (256, 2, 64, 512), (128, 2, 128, 0), (128, 2, 64, 0), (148, 2, 128, 16384),
 )  # fmt: skip
+TAILS = (  # and how many entries of the second list are tokens, of short prompts; -1 behind
+    (128, 2, 64, 512, 100), (128, 2, 128, 512, 100), (2, 2, 128, 512, 30),
+)  # fmt: skip
+ALONE = SHAPES[:3]
+PEER = "FlashMLA"
 SWEPT = (  # short work, of SHAPES
     (2, 2, 128, 512), (2, 2, 64, 1024), (32, 2, 128, 512), (128, 2, 128, 0), (128, 2, 64, 0),
     (128, 1, 64, 512),
@@ -87,15 +89,23 @@ def stored(cache: PagedKVCache, at: Tensor) -> Tensor:
     return torch.cat((content * scale, cache.rope[where].double()), -1)
 
 
-def list_sets(shape: tuple[int, int, int, int], device: torch.device) -> list[Lists]:
+def list_sets(shape: tuple[int, ...], device: torch.device) -> list[Lists]:
     """Sets of random tokens, 1 GB of them all together."""
-    b, s_q, _, more = shape
+    b, s_q, _, more, *tail = shape
     count = min(max(3, int(1.2e9) // (b * s_q * (WINDOW + more) * 584)), 8)
 
     def made(width: int) -> Tensor:
         return torch.randint(TOKENS, (b, s_q, width), dtype=torch.int32, device=device)
 
-    return [Lists(made(WINDOW), made(more) if more else None) for _ in range(count)]
+    def second() -> Tensor | None:
+        if not more:
+            return None
+        entries = made(more)
+        for held in tail:
+            entries[..., held:] = -1
+        return entries
+
+    return [Lists(made(WINDOW), second()) for _ in range(count)]
 
 
 def ours(caches: list[PagedKVCache], x: Tensor, sets: list[Lists]) -> Contender:
@@ -177,7 +187,8 @@ def error(contender: Contender, caches: list[PagedKVCache], lists: Lists) -> flo
         i, s = pick.randrange(b), pick.randrange(s_q)
         kv = stored(caches[0], lists.first[i, s].long())
         if lists.second is not None:
-            kv = torch.cat((kv, stored(caches[1], lists.second[i, s].long())))
+            more = lists.second[i, s].long()
+            kv = torch.cat((kv, stored(caches[1], more[more >= 0])))
         logits = contender.query[i, s] @ kv.T * SCALE
         top = torch.logsumexp(logits, -1)
         want = torch.exp(logits - top[:, None]) @ kv
@@ -187,9 +198,19 @@ def error(contender: Contender, caches: list[PagedKVCache], lists: Lists) -> flo
     return worst
 
 
-def row(caches: list[PagedKVCache], shape: tuple[int, int, int, int]) -> str:
-    """One line of the table.  Raises ValueError for results that are wrong."""
-    b, s_q, heads, more = shape
+def row(
+    caches: list[PagedKVCache], shape: tuple[int, ...], meter: power.Meter | None = None
+) -> dict[str, Any]:
+    """One row: times and errors by contender; each also alone if there is a meter.
+
+    Args:
+        shape: of ``SHAPES``, or of ``TAILS``.
+
+    Raises:
+        ValueError: results are wrong.
+    """
+    b, s_q, heads, more, *tail = shape
+    held = tail[0] if tail else more
     device = caches[0].device
     x = torch.randn(b, s_q, heads, 512, device=device).bfloat16()
     sets = list_sets(shape, device)
@@ -198,13 +219,30 @@ def row(caches: list[PagedKVCache], shape: tuple[int, int, int, int]) -> str:
     wrong = {name: e for name, e in errors.items() if not e < GATE}
     if wrong:
         raise ValueError(f"{shape}: {wrong}")
-    us = in_turn(contenders)
-    time, other, entries = us["snapmla"], us["FlashMLA"], b * s_q * (WINDOW + more)
-    tflops, tbs = 2e-6 * entries * heads * 1024 / time, 1e-6 * entries * 584 / time
-    return (
-        f"| {b}, {s_q}, {heads}, {WINDOW} + {more} | {other:.1f} | {errors['FlashMLA']:.1e} | "
-        f"{time:.1f} | {other / time:.2f} | {tflops:.0f} | {tbs:.2f} | {errors['snapmla']:.1e} |"
-    )
+    label = f"{b}, {s_q}, {heads}, {WINDOW} + {more}" + (f" ({held} tokens)" if tail else "")
+    made: dict[str, Any] = {
+        "shape": label, "sizes": [b, s_q, heads, WINDOW + held], "us": in_turn(contenders),
+        "error": errors, "units": tiles(b, s_q, heads, WINDOW + held),
+    }  # fmt: skip
+    if meter is not None:
+        made["alone"] = alone.measure({c.name: c.calls for c in contenders}, meter)
+    return made
+
+
+def body(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of a record, and that of times alone where there are some."""
+    columns = ("b, s_q, heads, lists", PEER, "error", "snapmla", "ratio", "TF/s", "TB/s", "error")
+    lines = []
+    for each in rows:
+        (b, s_q, heads, entries), us = each["sizes"], each["us"]
+        time, count = us["snapmla"], b * s_q * entries
+        tflops, tbs = 2e-6 * count * heads * 1024 / time, 1e-6 * count * 584 / time
+        lines.append([
+            each["shape"], f"{us[PEER]:.1f}", f"{each['error'][PEER]:.1e}", f"{time:.1f}",
+            f"{us[PEER] / time:.2f}", f"{tflops:.0f}", f"{tbs:.2f}",
+            f"{each['error']['snapmla']:.1e}",
+        ])  # fmt: skip
+    return [*page.table(columns, lines), *alone.lines(rows, PEER, "tile")]
 
 
 def swept(caches: list[PagedKVCache], shape: tuple[int, int, int, int]) -> list[str]:
@@ -229,35 +267,43 @@ def swept(caches: list[PagedKVCache], shape: tuple[int, int, int, int]) -> list[
 
 
 def main(
-    peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
+    peers: Annotated[
+        Path | None, typer.Option(help="Folder of peers, with FlashMLA's library.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     some: Annotated[int, typer.Option("--first", help="Shapes to time, the first ones.")] = 99,
     sweep: Annotated[bool, typer.Option(help="Other cuts of short work instead.")] = False,
+    again: Annotated[Path | None, typer.Option("--render", help="A record's page anew.")] = None,
 ) -> None:
-    """Times the shapes and writes ``sparse_v4_cost.md``, or ``sparse_v4_sweep.md``."""
+    """Times the shapes; writes ``sparse_v4_cost.md`` and ``.json``, or ``sparse_v4_sweep.md``."""
+    if again is not None:
+        page.render(again, body)
+        return
+    if peers is None:
+        raise typer.BadParameter("a folder with FlashMLA's library", param_hint="--peers")
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
-    facts = machine(torch.device("cuda"), timing.Nvml())
-    named = ("gpu", "driver", "cuda", "torch")
-    head = "| b, s_q, heads, lists | FlashMLA | error | snapmla | ratio | TF/s | TB/s | error |"
-    if sweep:
-        head = "| b, s_q, heads, lists | heads of a CTA, tokens of a piece | µs | FlashMLA / it |"
-    lines = [
-        "# Sparse decode over V4's caches beside FlashMLA", "",
-        f"`{command_line(sys.argv[1:], '-m profiles.sparse_v4_cost')}`", "",
-        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
-        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
-        f"- µs a call; pages of {PAGES[0]} and {PAGES[1]}; errors: relative L2 to fp64",
-        "", head, "|---" * (head.count("|") - 1) + "|",
-    ]  # fmt: skip
+    nvml, device = timing.Nvml(), torch.device("cuda")
+    head = page.head(
+        "Sparse decode over V4's caches beside FlashMLA", "profiles.sparse_v4_cost",
+        page.told(machine(device, nvml), page.FACTS),
+        f"µs a call, in turn; pages of {PAGES[0]} and {PAGES[1]}; errors: relative L2 to fp64",
+        "(n tokens): so many entries of the second list are tokens, -1 stands behind them",
+    )  # fmt: skip
     torch.manual_seed(0)
     with torch.inference_mode():
-        caches = [filled(page_size, torch.device("cuda")) for page_size in PAGES]
-        for shape in (SWEPT if sweep else SHAPES)[:some]:
-            found = swept(caches, shape) if sweep else [row(caches, shape)]
-            lines += found
-            typer.echo("\n".join(found))
-    name = "sparse_v4_sweep.md" if sweep else "sparse_v4_cost.md"
-    write_atomic(out / name, "\n".join(lines) + "\n")
+        caches = [filled(page_size, device) for page_size in PAGES]
+        if sweep:
+            columns = ("b, s_q, heads, lists", "heads of a CTA, tokens of a piece", "µs",
+                       "FlashMLA / it")  # fmt: skip
+            lines = (line for shape in SWEPT[:some] for line in swept(caches, shape))
+            page.write_rows(out / "sparse_v4_sweep.md", head, columns, lines)
+            return
+        rows: list[dict[str, Any]] = []
+        with alone.meter_of(nvml) as meter:
+            for shape in (*ALONE, *TAILS, *SHAPES[len(ALONE) :])[:some]:
+                rows.append(row(caches, shape, meter if shape in ALONE else None))
+                typer.echo(body(rows[-1:])[2])
+                page.write_record(out / "sparse_v4_cost.json", head, rows, body)
 
 
 if __name__ == "__main__":

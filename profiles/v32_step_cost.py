@@ -118,7 +118,6 @@ def check(step: Step, name: str, layer: Layer, chosen: torch.Tensor | None) -> d
         ValueError: it is wrong.
     """
     made = layer(0)
-    torch.cuda.synchronize()
     off = error(step, made)
     both = 1.0 if chosen is None else shared(made.slots, chosen)
     if not (off < GATE and both >= SHARED):

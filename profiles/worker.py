@@ -200,7 +200,7 @@ class Worker:
 
     def _alone(self, loop: timing.Loop, meter: power.Meter) -> dict[str, Any]:
         try:
-            solo = power.alone(loop, meter)
+            solo = power.alone(loop, meter, power.ROW_SECONDS)
         except ValueError as error:  # no reading: the row keeps its time
             return {"note": f"power: {error}"}
         return {f"alone_{key}": value for key, value in dataclasses.asdict(solo).items()}

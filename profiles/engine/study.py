@@ -25,6 +25,7 @@ CASE = (sys.executable, "-m", "profiles.engine.case")
 # Attention backend and cache dtype by name; vLLM 0.26 knows plugins' backends as CUSTOM.
 ENGINES = {
     "flashmla_bf16": ("FLASHMLA", "auto"),
+    "flash_attn_mla": ("FLASH_ATTN_MLA", "auto"),  # vLLM's own choice of 16 bits on Hopper
     "flashmla_fp8": ("FLASHMLA", "fp8"),
     "snapmla": ("CUSTOM", "fp8_ds_mla"),
 }
