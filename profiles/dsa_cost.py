@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -321,8 +322,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     some: Annotated[int, typer.Option("--first", help="Rows to time, the first ones.")] = 99,
     variant: Annotated[str, typer.Option(help="Instead of the one that is chosen: 512x16x1.")] = "",
+    limit: Annotated[float, typer.Option(help="Seconds after which no row is begun.")] = 600,
 ) -> None:
     """Times the shapes and writes ``dsa_cost.md``."""
+    begin = time.monotonic()
     if variant:
         forced = shapes.TopkShape(*map(int, variant.split("x")))
         shapes.choose = lambda rows, columns: forced
@@ -354,6 +357,9 @@ def main(
         for rows, columns, tokens, name in dict.fromkeys(wanted[:some]):
             if columns > shapes.choose(rows, columns).columns:
                 continue
+            if time.monotonic() - begin > limit:
+                typer.echo(f"time is up before {rows} x {tokens} of {columns}")
+                break
             lines.append(row(rows, columns, tokens, name, found))
             typer.echo(lines[-1])
             write_atomic(out / "dsa_cost.md", "\n".join(lines) + "\n")
