@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -39,6 +40,7 @@ FILLED = (
 )  # fmt: skip
 RESULTS = ROOT / "profiles" / "results"
 SPEED = "h200-table"
+ALONE = ("power-alone", "power")  # rows each alone on the card, the first table that is there
 OTHER_CARDS = ("h100-table",)  # the same shapes on other cards, one sentence each
 PEERS = ("flashmla_bf16", "flashmla_fp8")
 SHAPES = (
@@ -204,12 +206,42 @@ def speed_block() -> str:
         share = f"{ours['us']:.1f} ({100 * ours['roof_us'] / ours['us']:.0f} %)"
         what = f"{found[1]} × {found[2]}, {found[3]}, {found[4]}"
         lines.append(f"| {what} | {share} | {cells[0]} | {cells[1]} |")
-    words = [_speed_words(report)]
+    words = [*_alone_words(), _speed_words(report)]
     for name in OTHER_CARDS:
         if (RESULTS / f"{name}.json").is_file():
             words.append(f"{_speed_in_short(_report(name))} ([table](profiles/results/{name}.md)).")
     head = textwrap.wrap(" ".join(words), 119, break_on_hyphens=False, break_long_words=False)
     return "\n".join([*head, "", *lines])
+
+
+def _alone_words() -> list[str]:
+    """Ratios of rows that each ran alone beside the same rows in turn, the lower first."""
+    name = next((name for name in ALONE if (RESULTS / f"{name}.json").is_file()), "")
+    if not name:
+        return []
+    report, words = _report(name), []
+    rows = {(r["shape"], r["backend"]): r for r in report["rows"] if r.get("alone_us")}
+    for peer, label in zip(PEERS, ("BF16", "FP8"), strict=True):
+        pairs = [(r, rows[shape, "snapmla"]) for (shape, who), r in rows.items()
+                 if who == peer and (shape, "snapmla") in rows]  # fmt: skip
+        if not pairs:
+            continue
+        both = []
+        for key, how in (("alone_us", "alone"), ("us", "in turn")):
+            each = [theirs[key] / ours[key] for theirs, ours in pairs]
+            mean = math.exp(sum(map(math.log, each)) / len(each))
+            both.append((mean, f"{mean:.2f}× {how} (at least {min(each):.2f}×)"))
+        lower, higher = (text for _, text in sorted(both))
+        words.append(f"{lower} and {higher} the speed of FlashMLA's {label} kernel")
+    if not words:
+        return []
+    card, count = report["machine"]["gpu"].removeprefix("NVIDIA "), len({s for s, _ in rows})
+    what = f"{count} shapes ([table](profiles/results/{name}.md))"
+    return [
+        f"On an {card}, in geometric mean of {what} that each contender also ran by itself, at the "
+        f"card's power limit: {'; '.join(words)}. All that follows is timed in turn, which "
+        "flatters whoever draws more power than its peer."
+    ]
 
 
 def _speed_in_short(report: dict[str, Any]) -> str:

@@ -95,9 +95,9 @@ def lines(rows: Sequence[Row], peer: str, unit: str = "call") -> list[str]:
     ]  # fmt: skip
     for row in have:
         for name, solo in row["alone"].items():
-            both = ("1", "1") if name == peer else (UNKNOWN, UNKNOWN)
+            both = ["1", "1"] if name == peer else [UNKNOWN, UNKNOWN]
             if name != peer and peer in row["alone"] and name in row["us"]:
-                both = tuple(f"{x:.2f}" for x in ratios(row, peer, name))
+                both = [f"{x:.2f}" for x in ratios(row, peer, name)]
             cells = (
                 row["shape"], name, _told(row["us"].get(name), ".1f"), both[0],
                 _told(solo["us"], ".1f"), both[1],

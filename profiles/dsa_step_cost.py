@@ -157,9 +157,9 @@ def main(
         f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
         "ours: to slots; then the faster of theirs, to positions, its time by ours, the others",
     )  # fmt: skip
-    columns = ("heads, sequences × query tokens × tokens of columns", "ours", "theirs", "ratio",
-               "others")  # fmt: skip
-    lines += page.table(columns, [])
+    titles = ("heads, sequences × query tokens × tokens of columns", "ours", "theirs", "ratio",
+              "others")  # fmt: skip
+    lines += page.table(titles, [])
     torch.manual_seed(0)
     with torch.inference_mode():
         pool = pool_of(pages)

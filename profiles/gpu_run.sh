@@ -37,6 +37,11 @@
 #   prologue                   a DSA layer's prologue beside the same in single calls
 #                              (profiles.prologue_cost); before pack: python -m codegen build
 #                              append_index_k_xbf16_ii64_neox_layer_sm90a
+#   layers[:ARG,ARG...]        a step of 61 layers of DeepSeek-V3.2's attention in one graph, beside
+#                              vLLM's operators and an older checkout (profiles.v32_step_cost;
+#                              layers:--old,build/checkouts/base; DEEP_GEMM=DIR); before pack:
+#                              python -m codegen build append_index_k_xbf16_ii64_neox_layer_sm90a,
+#                              in the older checkout, too
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   f16                        decode with exact logits beside the default (profiles.logits_cost)
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
@@ -72,7 +77,7 @@
 #                              other builds for 16 heads, before pack: python -m codegen build
 #                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0, math, gather
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
-#                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
+#                              ARG ARG...; mha:--alone each contender by itself); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
 #                              times heads of 256 channels alone, beside --also,VARIANT if told
 #   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
@@ -333,6 +338,11 @@ run_part() {
         index)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
+            ;;
+        layers)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.v32_step_cost --peers .peers \
+                --out "$work" ${what//,/ }
             ;;
         prologue) timeout -k 10 "$seconds" "$python" -m profiles.prologue_cost --out "$work" ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;

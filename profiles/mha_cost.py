@@ -322,7 +322,8 @@ def alone_row(shape: Shape, device: torch.device, meter: power.Meter) -> dict[st
     """Contenders of a shape in turn and each by itself, as ``profiles.alone`` tells them."""
     problem = Problem.draw(shape, device)
     problem.ours()()
-    compare(problem.out, problem.lse, *problem.fa3()()[:2])
+    want, want_lse = problem.fa3()()[:2]
+    compare(problem.out, problem.lse, want, want_lse)
     calls = {"FA3": problem.fa3(), "snapmla": problem.ours()}
     cudnn = problem.cudnn()
     if cudnn is not None and taken(cudnn):

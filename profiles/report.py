@@ -182,7 +182,9 @@ DECODE_COLUMNS = (
     ("LSE error", "lse_error", ".1e"), ("MHz", "mhz", ".0f"), ("W", "watts", ".0f"),
 )  # fmt: skip
 POWER_COLUMNS = (
-    ("µs alone", "alone_us", ".1f"), ("W", "alone_watts", ".0f"), ("MHz", "alone_mhz", ".0f"),
+    ("µs in turn", "us", ".1f"), ("by snapmla's", "turn_ratio", ".2f"),
+    ("µs alone", "alone_us", ".1f"), ("by snapmla's", "alone_ratio", ".2f"),
+    ("W", "alone_watts", ".0f"), ("MHz", "alone_mhz", ".0f"),
     ("cycles a tile", "cycles_tile", ".0f"), ("µJ a tile", "uj_tile", ".2f"),
     ("roof µs", "roof_us", ".1f"), ("energy / (cap − floor) µs", "energy_roof_us", ".1f"),
     ("power roof µs", "power_roof_us", ".1f"), ("of power roof", "power_roof_fraction", "%"),
@@ -274,7 +276,22 @@ def power_lines(report: dict[str, Any]) -> list[str]:
         ]
     if found.get("probes"):
         lines += ["", *_probe_table(found["probes"])]
-    return ["", *lines, "", *_full_table(rows, POWER_COLUMNS)] if rows or lines else []
+    if not (rows or lines):
+        return []
+    return ["", *lines, "", *_full_table(with_alone_ratios(rows), POWER_COLUMNS)]
+
+
+def with_alone_ratios(rows: Sequence[Row]) -> list[Row]:
+    """Adds to peers' rows what they take by ours of that shape, in turn and alone."""
+    ours = {r["shape"]: r for r in rows if r["backend"] == "snapmla"}
+    found = []
+    for row in rows:
+        mine = ours.get(row["shape"])
+        if mine is not None and mine is not row and row.get("us") and mine.get("us"):
+            turn, alone = row["us"] / mine["us"], row["alone_us"] / mine["alone_us"]
+            row = {**row, "turn_ratio": turn, "alone_ratio": alone}
+        found.append(row)
+    return found
 
 
 def _probe_table(probes: Iterable[dict[str, Any]]) -> list[str]:

@@ -11,7 +11,9 @@ BLOCK = 128  # entries of a program
 
 
 @triton.jit
-def _convert(positions, table, out, table_stride, k, page: tl.constexpr, block: tl.constexpr):
+def _convert(  # type: ignore[no-untyped-def]
+    positions, table, out, table_stride, k, page: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0)
     at = tl.program_id(1) * block + tl.arange(0, block)
     position = tl.load(positions + row * k + at, mask=at < k, other=-1)

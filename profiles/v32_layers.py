@@ -133,12 +133,12 @@ def today(step: Step) -> Layer:
     """``dsa.prologue``, ``dsa.index_topk`` and ``decode``, whose queries stay in two tensors."""
     ours, b = _Ours(step, snapmla), step.batch
     q_rope = step.q[..., 128:]
+    turned = step.q.new_empty(b, HEADS, 64)
     made = dsa.Prologue(
         step.index_q.new_empty(step.index_q.shape, dtype=torch.uint8).view(E4M3),
-        step.lengths.new_empty(b, INDEX_HEADS, dtype=torch.float32), step.q.new_empty(b, HEADS, 64),
+        step.lengths.new_empty(b, INDEX_HEADS, dtype=torch.float32), turned,
     )  # fmt: skip
-    assert made.q_rope is not None
-    both = step.q_nope[:, None], made.q_rope[:, None]
+    both = step.q_nope[:, None], turned[:, None]
 
     def run(i: int) -> Made:
         dsa.prologue(
@@ -149,7 +149,7 @@ def today(step: Step) -> Layer:
         )  # fmt: skip
         ours.choose(i, made.index_q, made.index_weights)
         ours.attend(both)
-        return Made(ours.chosen, made.q_rope, ours.out)
+        return Made(ours.chosen, turned, ours.out)
 
     return run
 

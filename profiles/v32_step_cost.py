@@ -80,7 +80,11 @@ def helpers(step: Step, ops: Any) -> tuple[Any, Callable[[torch.Tensor], None]]:
     if ops is not None:
         queries = v32_vllm.IndexQueries(step, ops)
         return queries, lambda q: v32_vllm.turned(step, ops, q, None, False)
-    return TorchQueries(step), lambda q: q.copy_(rope.rotate_rows(q, step.positions, step.cos_sin))
+
+    def turn(q: torch.Tensor) -> None:
+        q.copy_(rope.rotate_rows(q, step.positions, step.cos_sin))
+
+    return TorchQueries(step), turn
 
 
 @contextmanager

@@ -34,8 +34,11 @@ from snapmla import env
 CHUNK = 32_768  # tokens of a step's prefill
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM, STEPS, PROFILED = 6, 34, 8
-# Kernels of attention over the cache: ours, FlashMLA's, Triton's; not of prefill.
-ATTENTION = re.compile(r"dsl_kernels|mla|splitkv|combine|get_mla_metadata", re.IGNORECASE)
+# Kernels of attention over the cache in steps without prefill: ours, FlashMLA's, Triton's,
+# FlashAttention-3's, which serves vLLM's FLASH_ATTN_MLA.
+ATTENTION = re.compile(
+    r"dsl_kernels|mla|splitkv|combine|get_mla_metadata|FlashAttnFwd", re.IGNORECASE
+)
 # Of a model with an indexer by part, the first that matches: appending, choosing, attention.
 SPARSE_PARTS = {
     name: re.compile(pattern, re.IGNORECASE)

@@ -75,6 +75,9 @@ def steps(speed: dict[str, Any]) -> list[Gate]:
         passed = ratios[0] >= wanted.bf16 and ratios[1] >= wanted.fp8
         shown = f"ours {ours:.2f} ms, BF16 {theirs[0]:.2f} ({ratios[0]:.2f} x), "
         shown += f"FP8 {theirs[1]:.2f} ({ratios[1]:.2f} x)"
+        default = milliseconds("flash_attn_mla", wanted)  # not in results made before it was there
+        if default is not None:
+            shown += f", FLASH_ATTN_MLA {default:.2f} ({default / ours:.2f} x)"
         found.append(Gate(name, claim, passed, (shown,)))
     return found
 
