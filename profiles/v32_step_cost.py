@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -128,21 +129,38 @@ def check(step: Step, name: str, layer: Layer, chosen: torch.Tensor | None) -> d
     return {"error": off, "shared": both}
 
 
-def captured(layer: Layer, count: int) -> torch.cuda.CUDAGraph:
-    """A graph of the step's layers, one behind the other."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layer(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(count):
-            layer(i)
-    return graph
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and the layer whose tensors it reads and writes: it holds none itself."""
+
+    graph: torch.cuda.CUDAGraph
+    layer: Layer
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    @classmethod
+    def of(cls, layer: Layer, count: int) -> Captured:
+        """Of the step's layers, one behind the other; replayed once.
+
+        Raises:
+            RuntimeError: a kernel fails, which ends the process' work on the card.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            layer(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(count):
+                layer(i)
+        graph.replay()
+        torch.cuda.synchronize()
+        return cls(graph, layer)
 
 
-def in_turn(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+def in_turn(graphs: Mapping[str, Captured]) -> dict[str, float]:
     """Milliseconds of a step, the median of the rounds."""
     replays = {name: max(1, int(ROUND_MS / timed(graph, 1))) for name, graph in graphs.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -153,32 +171,37 @@ def in_turn(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
     return {name: median(ms) for name, ms in times.items()}
 
 
-def row(memory: Memory, shape: tuple[int, int], old: str, peers: v32_vllm.Peers) -> dict[str, Any]:
+def row(
+    memory: Memory, shape: tuple[int, int], old: str, peers: v32_vllm.Peers, without: Sequence[str]
+) -> dict[str, Any]:
     """A line of the table: milliseconds of a step by contender, what was checked before, and who
     of the older checkout and the peers is left out, and why."""
     step = Step(memory, *shape)
     count, graphs, checks, left_out = len(step.tables), {}, {}, {}
-    today = v32_layers.today(step)
-    checks[TODAY] = check(step, TODAY, today, None)
-    chosen = today(0).slots.clone()
-    graphs[TODAY] = captured(today, count)
+    chosen = None
 
     def enter(name: str, layer: Layer) -> None:
         checks[name] = check(step, name, layer, chosen)
-        graphs[name] = captured(layer, count)
+        graphs[name] = Captured.of(layer, count)
 
+    def try_out(name: str, make: Callable[[], Layer]) -> None:
+        try:
+            enter(name, make())
+        except (RuntimeError, TypeError, ValueError) as reason:
+            left_out[name] = f"{type(reason).__name__}: {reason}"[:300]
+            typer.echo(f"{name}: {left_out[name]}")
+            torch.cuda.synchronize()  # raises where the context is lost
+
+    today = v32_layers.today(step)
+    enter(TODAY, today)
+    chosen = today(0).slots.clone()
     enter(SINGLE, v32_layers.single(step, snapmla, *helpers(step, peers.ops)))
-    try:
-        if old:
-            with package_of(old) as package:
-                enter(BEFORE, v32_layers.single(step, package, *helpers(step, peers.ops)))
-    except (RuntimeError, TypeError, ValueError) as reason:
-        left_out[BEFORE] = f"{type(reason).__name__}: {reason}"[:300]
-    try:
-        if not peers.missing:
-            enter(VLLM, v32_vllm.layer(step, peers))
-    except (RuntimeError, TypeError, ValueError) as reason:
-        left_out[VLLM] = f"{type(reason).__name__}: {reason}"[:300]
+    if old and BEFORE not in without:
+        with package_of(old) as package:
+            made = helpers(step, peers.ops)
+            try_out(BEFORE, lambda: v32_layers.single(step, package, *made))
+    if not peers.missing and VLLM not in without:
+        try_out(VLLM, lambda: v32_vllm.layer(step, peers))
     return {
         "batch": shape[0], "tokens": shape[1], "ms": in_turn(graphs), "checks": checks,
         "left_out": left_out,
@@ -247,6 +270,7 @@ def main(
     old: Annotated[str, typer.Option(help="Another checkout, with its variants.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds after which no shape is begun.")] = 100,
     warm: Annotated[int, typer.Option(help="Sequences of a call that only compiles peers.")] = 0,
+    without: Annotated[str, typer.Option(help="before, vLLM, by commas: left out.")] = "",
     again: Annotated[Path | None, typer.Option("--render", help="A record's page anew.")] = None,
 ) -> None:
     """Times the shapes and writes ``v32_step_cost.md`` and ``.json``."""
@@ -270,7 +294,7 @@ def main(
             if time.monotonic() - begin > limit:
                 typer.echo(f"time is up before {shape}")
                 break
-            rows.append(row(memory, shape, old, found))
+            rows.append(row(memory, shape, old, found, without.split(",")))
             typer.echo("\n".join(body(rows[-1:])[2:]))
             page.write_record(out / "v32_step_cost.json", head, rows, body)
             torch.cuda.empty_cache()
