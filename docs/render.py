@@ -240,7 +240,7 @@ def _alone_words() -> list[str]:
     return [
         f"On an {card}, in geometric mean of {what} that each contender also ran by itself, at the "
         f"card's power limit: {'; '.join(words)}. All that follows is timed in turn, which "
-        "flatters whoever draws more power than its peer."
+        "flatters who lowers the card's clock more than its peer."
     ]
 
 

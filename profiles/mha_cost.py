@@ -44,6 +44,7 @@ Tensor = torch.Tensor
 Call = Callable[[], Any]
 ROUNDS, ROUND_MS = 15, 16.0
 OUT_GATE, LSE_GATE = 4e-3, 1e-4  # relative L2, absolute: two kernels that round P to 16 bits
+TILE = 64 * 64  # pairs of a query and a key
 RAGGED = (512, 8192, 1024, 3000, 5000, 700, 6000, 2048, 4096, 1500)
 
 
@@ -330,7 +331,8 @@ def alone_row(shape: Shape, device: torch.device, meter: power.Meter) -> dict[st
         calls["cuDNN"] = cudnn
     kind = "causal" if shape.causal else "full"
     return {
-        "shape": f"{shape.label}, {shape.heads}, {shape.d_qk}, {kind}", "units": 1,
+        "shape": f"{shape.label}, {shape.heads}, {shape.d_qk}, {kind}",
+        "units": shape.pairs * shape.heads / TILE,
         "us": {name: median(times) for name, times in in_turn(calls).items()},
         "alone": alone.measure({name: [call] for name, call in calls.items()}, meter),
     }  # fmt: skip
@@ -342,7 +344,8 @@ def alone_only(out: Path, device: torch.device) -> None:
     head = page.head(
         "Dense prefill, each contender alone", "profiles.mha_cost",
         page.told(machine(device, nvml), page.FACTS),
-        "prompts, heads, channels of Q and K, mask",
+        "prompts, heads, channels of Q and K, mask; a tile is 64 queries x 64 keys of a head that "
+        "are seen",
     )  # fmt: skip
     with torch.inference_mode(), alone.meter_of(nvml) as meter:
         for shape in ALONE:
@@ -353,7 +356,7 @@ def alone_only(out: Path, device: torch.device) -> None:
 
 def alone_body(rows: Sequence[Any]) -> list[str]:
     """The table of a record."""
-    return alone.lines(rows, "FA3")
+    return alone.lines(rows, "FA3", "tile")
 
 
 def taken(call: Call) -> bool:

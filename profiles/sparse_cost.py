@@ -8,7 +8,7 @@ Calls are captured in CUDA graphs, one call for each of several sets of random i
 graphs are replayed in an order that changes each round; before that, results of some query tokens
 are compared with fp64 on what each contender has stored, and with the query that it sees: ours over
 the FP8 cache is held against the BF16 query, too.  Of some shapes each contender is also timed
-alone (``profiles.alone``): times in turn flatter whoever draws more power than its peer.
+alone (``profiles.alone``): times in turn flatter who lowers the card's clock more.
 """
 
 from __future__ import annotations
