@@ -42,7 +42,7 @@ RESULTS = ROOT / "profiles" / "results"
 SPEED = "h200-table"
 ALONE = ("power-alone", "power")  # rows each alone on the card, the first table that is there
 OTHER_CARDS = ("h100-table",)  # the same shapes on other cards, one sentence each
-PEERS = ("flashmla_bf16", "flashmla_fp8")
+PEERS = {"flashmla_bf16": "BF16", "flashmla_fp8": "FP8 (one scale per tensor)"}
 SHAPES = (
     "b32_L16384_h16_q1", "b32_L16384_h64_q1", "b32_L16384_h128_q1", "b16_L1024_h16_q1",
     "b16_L65536_h16_q1", "b1_L131072_h16_q1",
@@ -206,10 +206,10 @@ def speed_block() -> str:
         share = f"{ours['us']:.1f} ({100 * ours['roof_us'] / ours['us']:.0f} %)"
         what = f"{found[1]} × {found[2]}, {found[3]}, {found[4]}"
         lines.append(f"| {what} | {share} | {cells[0]} | {cells[1]} |")
-    words = [*_alone_words(), _speed_words(report)]
-    for name in OTHER_CARDS:
-        if (RESULTS / f"{name}.json").is_file():
-            words.append(f"{_speed_in_short(_report(name))} ([table](profiles/results/{name}.md)).")
+    others = [name for name in OTHER_CARDS if (RESULTS / f"{name}.json").is_file()]
+    tables = [_speed_words(_report(name), name) for name in (SPEED, *others)]
+    shapes = len({row["shape"] for row in report["rows"] if row["backend"] == "snapmla"})
+    words = [*_alone_words(), f"{shapes} shapes: {'; '.join(tables)}."]
     head = textwrap.wrap(" ".join(words), 119, break_on_hyphens=False, break_long_words=False)
     return "\n".join([*head, "", *lines])
 
@@ -221,7 +221,7 @@ def _alone_words() -> list[str]:
         return []
     report, words = _report(name), []
     rows = {(r["shape"], r["backend"]): r for r in report["rows"] if r.get("alone_us")}
-    for peer, label in zip(PEERS, ("BF16", "FP8"), strict=True):
+    for peer, label in PEERS.items():
         pairs = [(r, rows[shape, "snapmla"]) for (shape, who), r in rows.items()
                  if who == peer and (shape, "snapmla") in rows]  # fmt: skip
         if not pairs:
@@ -230,44 +230,31 @@ def _alone_words() -> list[str]:
         for key, how in (("alone_us", "alone"), ("us", "in turn")):
             each = [theirs[key] / ours[key] for theirs, ours in pairs]
             mean = math.exp(sum(map(math.log, each)) / len(each))
-            both.append((mean, f"{mean:.2f}× {how} (at least {min(each):.2f}×)"))
-        lower, higher = (text for _, text in sorted(both))
-        words.append(f"{lower} and {higher} the speed of FlashMLA's {label} kernel")
+            both.append((mean, f"{mean:.2f}× (≥ {min(each):.2f}×) {how}"))
+        words.append(f"its {label} kernel {' and '.join(text for _, text in sorted(both))}")
     if not words:
         return []
-    card, count = report["machine"]["gpu"].removeprefix("NVIDIA "), len({s for s, _ in rows})
-    what = f"{count} shapes ([table](profiles/results/{name}.md))"
+    count = len({shape for shape, _ in rows})
     return [
-        f"On an {card}, in geometric mean of {what} that each contender also ran by itself, at the "
-        f"card's power limit: {'; '.join(words)}. All that follows is timed in turn, which "
-        "flatters who lowers the card's clock more than its peer."
+        f"Speed beside FlashMLA on an {_card(report)}, geometric means (and the least): "
+        f"{'; '.join(words)}, {count} shapes ([table](profiles/results/{name}.md)). In turn, which "
+        "flatters who lowers the card's clock more, is all that follows."
     ]
 
 
-def _speed_in_short(report: dict[str, Any]) -> str:
-    """The same ratios on another card, where the README has said what they are."""
-    summary = {(s["ours"], s["peer"]): s for s in report["summary"]}
-    ratios = [
-        f"{s['geomean']:.2f}× (at least {s['worst']:.2f}×)"
-        for s in (summary["snapmla", peer] for peer in PEERS)
-    ]
-    card = report["machine"]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
-    return f"On an {card}, commit `{report['commit'][:7]}`: {' and '.join(ratios)}"
+def _card(report: dict[str, Any]) -> str:
+    return str(report["machine"]["gpu"]).removeprefix("NVIDIA ").partition(" ")[0]
 
 
-def _speed_words(report: dict[str, Any]) -> str:
-    """How fast we are beside FlashMLA on a table's card, in words."""
+def _speed_words(report: dict[str, Any], name: str) -> str:
+    """How fast we are beside FlashMLA's kernels on a table's card, in words."""
     summary = {(s["ours"], s["peer"]): s for s in report["summary"]}
     words = []
-    for peer, label in zip(PEERS, ("BF16", "FP8 (one scale per tensor)"), strict=True):
+    for peer, label in PEERS.items():
         s = summary["snapmla", peer]
-        words.append(
-            f"{s['geomean']:.2f}× the speed of FlashMLA's {label} kernel in geometric mean "
-            f"(at least {s['worst']:.2f}×, faster on {s['faster']} of {s['rows']} shapes)"
-        )
-    card = report["machine"]["gpu"].removeprefix("NVIDIA ")
-    source = f"commit `{report['commit'][:7]}` ([all shapes](profiles/results/{SPEED}.md))"
-    return f"Speed on an {card}, same run, {source}: {' and '.join(words)}."
+        words.append(f"{label.partition(' ')[0]} {s['geomean']:.2f}× (≥ {s['worst']:.2f}×)")
+    source = f"commit `{report['commit'][:7]}`, [table](profiles/results/{name}.md)"
+    return f"{_card(report)}, {' and '.join(words)} ({source})"
 
 
 def accuracy_block() -> str:

@@ -297,7 +297,7 @@ def test_named_files_and_targets_exist(path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([a-z]+)", text) + re.findall(r"^make ([a-z]+)", text, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), f"{path.name} names make {target}"
-    for module in re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", text):
+    for module in re.findall(r"python -m ([a-z_]+(?:\.[a-z_0-9]+)*)", text):
         if module.split(".")[0] in ("snapmla", "codegen", "softgpu", "profiles"):
             found = ROOT / module.replace(".", "/")
             assert found.is_dir() or found.with_suffix(".py").is_file(), f"{path.name}: {module}"
