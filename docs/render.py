@@ -230,13 +230,13 @@ def _alone_words() -> list[str]:
         for key, how in (("alone_us", "alone"), ("us", "in turn")):
             each = [theirs[key] / ours[key] for theirs, ours in pairs]
             mean = math.exp(sum(map(math.log, each)) / len(each))
-            both.append((mean, f"{mean:.2f}× (≥ {min(each):.2f}×) {how}"))
+            both.append((mean, f"{mean:.2f}× ({min(each):.2f}×) {how}"))
         words.append(f"its {label} kernel {' and '.join(text for _, text in sorted(both))}")
     if not words:
         return []
     count = len({shape for shape, _ in rows})
     return [
-        f"Speed beside FlashMLA on an {_card(report)}, geometric means (and the least): "
+        f"Speed beside FlashMLA on an {_card(report)}, geometric mean (and least): "
         f"{'; '.join(words)}, {count} shapes ([table](profiles/results/{name}.md)). In turn, which "
         "flatters who lowers the card's clock more, is all that follows."
     ]
@@ -252,9 +252,9 @@ def _speed_words(report: dict[str, Any], name: str) -> str:
     words = []
     for peer, label in PEERS.items():
         s = summary["snapmla", peer]
-        words.append(f"{label.partition(' ')[0]} {s['geomean']:.2f}× (≥ {s['worst']:.2f}×)")
-    source = f"commit `{report['commit'][:7]}`, [table](profiles/results/{name}.md)"
-    return f"{_card(report)}, {' and '.join(words)} ({source})"
+        words.append(f"{label.partition(' ')[0]} {s['geomean']:.2f}× ({s['worst']:.2f}×)")
+    link = f"[{_card(report)}](profiles/results/{name}.md)"
+    return f"{link} at `{report['commit'][:7]}` {' and '.join(words)}"
 
 
 def accuracy_block() -> str:
