@@ -85,6 +85,26 @@ def test_figures_come_from_the_table() -> None:
             assert f"{us[shape, peer]['us'] / mine['us']:.2f}" == ratio
 
 
+def test_the_lower_ratio_stands_first() -> None:
+    """Of rows alone and in turn, from the table of rows alone that the README links."""
+    name = re.search(r"in turn, \d+ shapes \(\[table\]\(profiles/results/([\w-]+)\.md\)", README)
+    assert name is not None
+    report = json.loads((ROOT / f"profiles/results/{name[1]}.json").read_text())
+    rows = {(r["shape"], r["backend"]): r for r in report["rows"] if r.get("alone_us")}
+    peers = {"FP8": "flashmla_fp8", "BF16": "flashmla_bf16"}
+    found = re.findall(
+        r"(FP8|BF16)(?: \(one scale per\s+tensor\))? kernel\s+([\d.]+)×\s+\(([\d.]+)×\)\s+"
+        r"(alone|in\s+turn)\s+and\s+([\d.]+)×", README,
+    )  # fmt: skip
+    assert found
+    for label, low, least, first, high in found:
+        key = "alone_us" if first == "alone" else "us"
+        each = [r[key] / rows[shape, "snapmla"][key] for (shape, who), r in rows.items()
+                if who == peers[label]]  # fmt: skip
+        assert float(low) <= float(high) and f"{min(each):.2f}" == least
+        assert min(each) <= float(low) <= max(each)
+
+
 def test_range_of_the_roof() -> None:
     """The sentence on 512K tokens and more."""
     report = json.loads((ROOT / "profiles/results/h200-table.json").read_text())
