@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import os
 import resource
 import statistics
 import time
@@ -30,6 +31,9 @@ from tests.support import calibration
 from tests.support.variants import called_for, shipped
 
 pytest_plugins = ["softgpu.pytest_plugin", "pytester"]
+
+# Inductor compiles here what few graphs need: its pool of processes imports torch in each of them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 PRECOMPILED = pytest.StashKey[float]()  # when that had ended
 LAST_REPORT = pytest.StashKey[float]()  # CPU seconds of the process then
