@@ -45,8 +45,8 @@ from ..dims import TOKEN_TILE as TILE
 from .dense_many import PV_N
 from .roles import FEW_ROWS, INV_RING, WARPGROUP
 from .sparse_prefill_few import FewHeads
-from .sparse_prefill_form import p_ring
-from .sparse_prefill_many import ManyHeads
+from .sparse_prefill_form import GatheredForm, p_ring
+from .sparse_prefill_many import ManyHeads, ManyLines
 from .sparse_prefill_parts import STAGES, GatheredTiles, Gmem
 
 if TYPE_CHECKING:
@@ -60,10 +60,17 @@ def feasible(spec: VariantSpec) -> str | None:
     return bud.check(budget(spec))
 
 
+def form_of(spec: VariantSpec) -> type[GatheredForm]:
+    """The class of the form of ``spec``."""
+    if spec.row_tile <= FEW_ROWS:
+        return FewHeads
+    return ManyLines if spec.stores == "lines" else ManyHeads
+
+
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    rows, few = spec.row_tile, spec.row_tile <= FEW_ROWS
-    producer, softmax, pv = (FewHeads if few else ManyHeads).registers
+    rows, few, form = spec.row_tile, spec.row_tile <= FEW_ROWS, form_of(spec)
+    producer, softmax, pv = form.registers
     loads = GatheredTiles(spec.d_qk, rows)
     tiles = (STAGES * TILE + loads.q_stages * rows) * HEAD_DIM_QK * 2
     return bud.Budget(
@@ -72,7 +79,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("softmax", softmax),
             bud.WarpGroup("P.V", pv, count=2),
         ),
-        smem=tiles + SMALL_BYTES,
+        smem=tiles + form.lines_bytes + SMALL_BYTES,
         barriers=(
             *(barrier for ring in loads.rings for barrier in ring.budget()),
             *p_ring(rows).budget(), *INV_RING.budget(),
@@ -118,8 +125,7 @@ class SparsePrefill:
 
     def __init__(self, spec: VariantSpec):
         self.budget, self.loads = budget(spec), GatheredTiles(spec.d_qk, spec.row_tile)
-        few = spec.row_tile <= FEW_ROWS
-        self.form = FewHeads(self.loads) if few else ManyHeads(self.loads)
+        self.form = form_of(spec)(self.loads)
 
     @cute.jit
     def __call__(

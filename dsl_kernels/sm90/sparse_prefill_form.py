@@ -47,9 +47,11 @@ class GatheredForm(Form):
 
     Attributes:
         loads: the producers' tiles.
+        lines_bytes: of shared memory in which rows become lines.
     """
 
     loads: GatheredTiles
+    lines_bytes = 0
 
     # ---------------------------------------------------------------- what a form adds
 

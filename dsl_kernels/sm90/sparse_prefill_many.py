@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
 from ..common.barriers import warps_meet
 from ..common.epilogue import Woven, store_run, store_woven
 from ..common.rounding import fma
+from ..common.smem import array
 from ..common.types import BF16, U32
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
@@ -30,8 +31,9 @@ from .dense_frames import HEADROOM, move_frame
 from .dense_many import PV_N, ManyRows
 from .dense_parts import CHUNK_STEPS
 from .fragments import padded_size
+from .line_stores import GROUP_BYTES, LineGroup
 from .mha_parts import release
-from .roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier
+from .roles import INV_RING, PV_WARPS, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier
 from .sparse_prefill_form import GatheredForm, Parts
 from .sparse_prefill_parts import (
     EARLY,
@@ -267,3 +269,39 @@ class ManyHeads(GatheredForm, ManyRows):
             else:
                 target = out.iterator + (place + woven.offset(out.element_type))
                 store_woven(target, 0, runs, head < gmem.heads, woven)
+
+
+class ManyLines(ManyHeads):
+    """The same where lists are split, partial rows stored as whole lines (line_stores.py).
+
+    Shared memory has another 8192 bytes, ``lines``, a line group of each P.V warp.
+    """
+
+    lines_bytes = PV_WARPS * GROUP_BYTES
+
+    def all_fields(self) -> dict:
+        return {**super().all_fields(), "lines": array(U32, self.lines_bytes // 4, 1024)}
+
+    @cute.jit
+    def write(self, st, gmem, acc_O, item, half):
+        """Whole lines of 4 rows a store."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
+        room, out = st.lines.data_ptr().toint() + (4 * half + wwarp) * GROUP_BYTES, gmem.out
+        # 0, but known with a work tile only: what follows from it takes no registers before
+        nothing = compat.opaque(Int32(item.query)) >> 31
+        lines = LineGroup(room, lane + nothing)
+        head = item.block * ROWS_OF_CTA + wwarp * 16 + lines.row
+        place = place_of(gmem, item.query, head, half * HALF + lines.channel)
+        target, step = out.iterator + place, Int64(out.stride[1]) + Int64(nothing)
+        for i in cutlass.range_constexpr(2):
+            inverse = inv[ROWS_ON_M.row_at(wwarp, lane, i)]
+
+            def pair(j, i=i, inverse=inverse):
+                acc, v = acc_O[8 * j // PV_N], 4 * (j % (PV_N // 8)) + 2 * i
+                return acc[v] * inverse, acc[v + 1] * inverse
+
+            for row, first, words in lines.stored(HALF, pair):
+                if head + (8 * i + row) < gmem.heads:
+                    compat.store_words(target + ((8 * i + row) * step + first), words)

@@ -253,3 +253,39 @@ def test_the_reference_is_torchs() -> None:
         assert (lse - logits.logsumexp(-1)).abs().max() < 1e-12
         off = (job.reference(i, rounded=True)[0] - want).norm() / want.norm()
         assert 1e-4 < off < 4e-3
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("shape", [(2, 64, 130, 64), (1, 96, 200, 128), (1, 3, 70, 64)], ids=str)
+def test_partial_rows_by_whole_lines(shape: tuple[int, int, int, int]) -> None:
+    """Query tokens, heads, entries, entries of a piece; the bits of pairs, and nothing beside."""
+    s_q, heads, topk, width = shape
+    found: list[dict[str, torch.Tensor]] = []
+    for name in (
+        "sparse_prefill_r64_d576_split_sm90a",
+        "sparse_prefill_r64_d576_split_lines_sm90a",
+    ):
+        spec, kernel = kernel_of(name)
+        torch.manual_seed(1)
+        given = PrefillJob.draw(spec, s_q, heads, 300, topk, spread=3.0).arguments()
+        given |= split_arguments(s_q, heads, topk, width)
+        with using(CHECKED):
+            kernel(*(given[x] for x in kernel.names.arguments))
+        found.append(given)
+    for x in ("o_accum", "lse_accum", "out", "lse"):
+        assert found[0][x].isfinite().any()
+        assert torch.equal(found[1][x].nan_to_num(7.0), found[0][x].nan_to_num(7.0)), x
+
+
+def split_arguments(s_q: int, heads: int, topk: int, width: int) -> dict[str, Any]:
+    """What split lists are given alone; results and partial rows are NaN."""
+    pieces = -(-topk // width)
+    return {
+        "split_begin": torch.arange(s_q + 1, dtype=torch.int32) * pieces,
+        "units": torch.zeros(0, 2, dtype=torch.int32),
+        "out": torch.full((s_q, 1, heads, 512), math.nan).bfloat16(),
+        "lse": torch.full((s_q, heads, 1), math.nan),
+        "o_accum": torch.full((s_q * pieces, heads, 512), math.nan),
+        "lse_accum": torch.full((s_q * pieces, heads), math.nan),
+        "lse_factor": math.log(2), "empty_lse": -math.inf, "width": width, "ctas": 2,
+    }  # fmt: skip
