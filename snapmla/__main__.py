@@ -96,7 +96,10 @@ def needs_command(
     s_q: Annotated[_Numbers, typer.Option(help="query tokens (may be repeated): 1")] = None,
     dtype: Annotated[str | None, typer.Option(help=_FORMATS)] = None,
     kv_heads: Annotated[int, typer.Option(help="of a 16-bit cache")] = 1,
-    accuracy: Annotated[str, typer.Option(help="of an FP8 cache: standard or high")] = "standard",
+    accuracy: Annotated[
+        str,
+        typer.Option(help="of an FP8 cache: standard or high; of fp8_ds_mla with --sparse fast"),
+    ] = "standard",
     out: Annotated[str, typer.Option(help="results over an FP8 cache: bf16 or f32")] = "bf16",
     rows: Annotated[str, typer.Option(help="queries and new tokens: bf16, f16 or f32")] = "bf16",
     index: Annotated[

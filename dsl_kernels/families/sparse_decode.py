@@ -11,12 +11,15 @@ from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
     "mix16",  # bytes with several scales a token, 16-bit products: by cache_dtype
+    "mix8",  # mix16 with FP8 products of content and a rounded query, built when asked for
     "f16",  # a scale a token (cache "fp8"), 16-bit products
     "ws",  # as etap, of SM100
 )
 # The cache that a pipeline reads unless another one is named.
-CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "f16": "fp8", "ws": "fp8"}
-ROW_TILES = {**dict.fromkeys(PIPELINES, (16, 32, 64)), "ws": (64,)}  # query heads that a CTA owns
+CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "mix8": "fp8_ds_mla", "f16": "fp8", "ws": "fp8"}
+# Query heads that a CTA owns.
+ROW_TILES = {**dict.fromkeys(PIPELINES, (16, 32, 64)), "mix8": (64,), "ws": (64,)}
+ON_REQUEST = ("mix8",)  # in no default matrix
 TWO_TERMS = (16, 32)  # row tiles of ``etap`` with two terms of P, built when they are asked for
 
 AXES = (
@@ -54,6 +57,7 @@ MODULES = {
     ("sm_90a", "etap", "fp8"): "dsl_kernels.sm90.sparse_etap",
     ("sm_90a", "f16", "fp8"): "dsl_kernels.sm90.f16",
     ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
+    ("sm_90a", "mix8", "fp8_ds_mla"): "dsl_kernels.sm90.mix8",
     ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",
     ("sm_90a", "mix16", "fp8_v41_planar"): "dsl_kernels.sm90.mix16_v41",
     ("sm_90a", "mix16", "fp8_v41_rows"): "dsl_kernels.sm90.mix16_v41",
@@ -69,9 +73,9 @@ def _module(arch: str, values: Values) -> str | None:
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Every row tile; of the FP8 cache also with fp32 results; V4's pages."""
-    pipelines = [p for p in PIPELINES if (arch, p, CACHES[p]) in MODULES]
-    for pipeline, row_tile in ((p, tile) for p in pipelines for tile in ROW_TILES[p]):
+    """Every row tile; of the FP8 cache also with fp32 results; V4's pages.  Not ``ON_REQUEST``."""
+    own = [p for p in PIPELINES if (arch, p, CACHES[p]) in MODULES and p not in ON_REQUEST]
+    for pipeline, row_tile in ((p, tile) for p in own for tile in ROW_TILES[p]):
         values = {"pipeline": pipeline, "row_tile": row_tile}
         yield {**values, "out_dtype": "bf16"}
         if pipeline == "mix16":

@@ -13,7 +13,15 @@ from snapmla import checks
 from snapmla.dispatch import contest
 from snapmla.dispatch.cards import Card, card_of, cards, find_card
 from snapmla.dispatch.contest import Explanation, Size
-from snapmla.dispatch.decode import ACCURACIES, REFERENCE, STANDARD, DecodeOp, Problem
+from snapmla.dispatch.decode import (
+    ACCURACIES,
+    FAST,
+    HIGH,
+    REFERENCE,
+    STANDARD,
+    DecodeOp,
+    Problem,
+)
 from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.dispatch.record_decode import RECORD_OPS
@@ -33,6 +41,7 @@ _BY_FORMAT: dict[str, DecodeOp] = {
 }  # fmt: skip
 OPS |= {each.family.op: each for each in RECORD_OPS.values()}
 TILES_OF = "H200"  # card of ``DecodeOp.ns_of_tile``
+NOT_FAST = "'fast' is sparse decode over fp8_ds_mla rows on SM90"
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
 
 
@@ -182,6 +191,9 @@ def _check_wishes(
         checks.choice("pipeline", pipeline, [each for each in known if each in here] or known)
     if row_tile is not None:
         checks.choice("row_tile", row_tile, op.values("row_tile"))
+    if accuracy == FAST and arch not in op.fast:
+        wanted = f"{STANDARD!r} or {HIGH!r}" if arch in op.exact else repr(STANDARD)
+        checks.value_error("accuracy", f"{wanted} with {op.about} on {arch}", accuracy, NOT_FAST)
     if accuracy != STANDARD and op.family.axis("p_terms") is None:
         hint = "its P has 16 bits"
         checks.value_error("accuracy", f"{STANDARD!r} with {op.about}", accuracy, hint)
@@ -191,7 +203,7 @@ def _check_wishes(
 def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     """Raises what tells the caller how to change the call."""
     op, arch = problem.op, problem.card.arch
-    pipelines = op.pipelines(arch, problem.pipeline)
+    pipelines = problem.pipelines
     if not pipelines:
         there = [card for card in cards() if op.pipelines(card.arch)]
         archs, names = ", ".join(sorted({card.arch for card in there})), [c.name for c in there]
@@ -260,7 +272,7 @@ def explain(
             ``H100`` and ``H800`` are the same two.
         pipeline, row_tile: as given to ``plan_decode``.
         accuracy: ``standard``, or ``high`` for kernels with exact logits; the text then says what
-            they cost.
+            they cost.  Of sparse decode over ``fp8_ds_mla`` also ``fast``.
         cache_dtype, num_kv_heads: of the cache, as given to ``plan_decode``.
         topk: of sparse decode, entries of a query token's row of ``indices``: the call is then
             ``decode(..., indices=)`` by a plan of ``plan_sparse_decode``, ``cache_dtype`` is

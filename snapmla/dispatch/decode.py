@@ -17,7 +17,7 @@ from snapmla.dispatch.costs import Costs, costs_of, parts_of, unit_rows
 from snapmla.dispatch.load import Share
 from snapmla.layouts import kernel_page_size
 
-STANDARD, HIGH = ACCURACIES = ("standard", "high")  # as users name them
+STANDARD, HIGH, FAST = ACCURACIES = ("standard", "high", "fast")  # as users name them
 OUT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 REFERENCE = Size(32, 16384)  # at which candidates are compared
 
@@ -68,6 +68,8 @@ class DecodeOp:
         tile_ns: nanoseconds of a tile, by pipeline and row tile, where memory does not bound it.
         exact: by architecture the pipeline with exact logits, which accuracy ``high`` means where
             no other is asked for.
+        fast: by architecture the pipeline that accuracy ``fast`` lets take part: it rounds the
+            query.
         elsewhere: of architectures that have none of its kernels, what serves there.
     """
 
@@ -83,6 +85,7 @@ class DecodeOp:
     tile_ns: Mapping[tuple[str, int], int] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     exact: Mapping[str, str] = field(default_factory=dict)
+    fast: Mapping[str, str] = field(default_factory=dict)
 
     def wished(self, arch: str, accuracy: str, pipeline: str | None) -> tuple[str | None, int]:
         """(pipeline, terms of P) of a wish: ``high`` is exact logits, and two terms of P where a
@@ -132,10 +135,10 @@ class DecodeOp:
         spec = VariantSpec(op=self.family.op, arch=arch, pipeline=pipeline)
         return registry.module_name(spec) is not None
 
-    def pipelines(self, arch: str, wish: str | None = None) -> list[str]:
-        """Those that an architecture has; of those that serve who asks for them only ``wish``."""
+    def pipelines(self, arch: str, *wishes: str | None) -> list[str]:
+        """Those that an architecture has; of those that serve who asks for them only ``wishes``."""
         own = [pipeline for pipeline in self.values("pipeline") if self.exists(pipeline, arch)]
-        return [name for name in own if name == wish or not self.is_asked(name)]
+        return [name for name in own if name in wishes or not self.is_asked(name)]
 
     def is_asked(self, pipeline: str) -> bool:
         """Whether a pipeline serves only who asks for it."""
@@ -179,7 +182,14 @@ class Problem:
     @property
     def exactly(self) -> bool:
         """Whether it is exact logits that make its accuracy high."""
-        return self.accuracy != STANDARD and self.p_terms == 1
+        return self.accuracy == HIGH and self.p_terms == 1
+
+    @property
+    def pipelines(self) -> list[str]:
+        """What may take part; with accuracy ``fast`` also what rounds the query."""
+        arch = self.card.arch
+        fast = self.op.fast.get(arch) if self.accuracy == FAST else None
+        return self.op.pipelines(arch, self.pipeline, fast)
 
     @property
     def rows(self) -> int:
@@ -206,7 +216,7 @@ class Problem:
         arch, page_size = self.card.arch, self.op.page_size_seen(self.page_size)
         return [
             self.op.spec(arch, pipeline, row_tile, page_size, self.out_dtype, self.p_terms)
-            for pipeline in self.op.pipelines(arch, self.pipeline)
+            for pipeline in self.pipelines
             for row_tile in self.op.values("row_tile")
         ]
 

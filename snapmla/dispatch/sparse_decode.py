@@ -6,18 +6,18 @@ tokens that they read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsl_kernels import registry
 from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.families.sparse_decode import FAMILY, ROW_TILES, TWO_TERMS
+from dsl_kernels.families.sparse_decode import FAMILY, ON_REQUEST, ROW_TILES, TWO_TERMS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch import dense_decode, fp8_decode
 from snapmla.dispatch.cards import Card
-from snapmla.dispatch.contest import Size
+from snapmla.dispatch.contest import Size, judge
 from snapmla.dispatch.costs import Costs, costs_of, parts_of
-from snapmla.dispatch.decode import DecodeOp, Features, Problem
+from snapmla.dispatch.decode import FAST, STANDARD, DecodeOp, Features, Problem
 from snapmla.dispatch.load import Load, Share
 
 # Of the caches that sparse attention reads, by format: the pipeline that does on SM90.
@@ -38,6 +38,9 @@ FEW_BLOCKS, PARTS_OF_FEW = 4, 44
 # By what share reading takes longer for each further row block of a token: 32 heads in blocks of 16
 # beside one of 32, where memory bounds both (``sparse_tiles-h100``).
 AGAIN = 0.06
+# By what share ``mix8`` takes less time than ``mix16`` with 64 rows: alone 1.155 to 1.195 times as
+# fast with 64 and 128 heads of 128 sequences on an H200, fewer 1.10 to 1.13 (docs/performance.md).
+FASTER = 0.13
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 
@@ -95,10 +98,23 @@ class SparseProblem(Problem):
     op: SparseOp
     size: Size = REFERENCE
 
+    @property
+    def _fast(self) -> str | None:
+        """The pipeline that rounds the query."""
+        return self.op.fast.get(self.card.arch)
+
     def _costs(self) -> tuple[Costs | None, bool]:
         """This card's where it was measured, else those of another one of its architecture."""
         found = costs_of(self.op.family.op, self.card.arch, self.card.name)
         return found, found is not None and self.op.measured
+
+    def model_us(self, spec: VariantSpec, size: Size) -> float | None:
+        """Of what rounds the query a share of the time of the kernel that does not: no table has
+        it."""
+        if spec.pipeline != self._fast:
+            return super().model_us(spec, size)
+        us = super().model_us(spec.replace(pipeline=PIPELINES[self.op.cache_dtype]), size)
+        return None if us is None else us * (1 - FASTER)
 
     def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
         return super().measured_us(spec, size) if self.op.measured else None
@@ -116,8 +132,13 @@ class SparseProblem(Problem):
         return self.op.token_bytes * (1 + AGAIN * (-(-self.num_heads // spec.row_tile) - 1))
 
     def rejection(self, spec: VariantSpec) -> str | None:
-        """Beside the others', a row tile of which a smaller one would hold all heads."""
+        """Beside the others', a row tile of which a smaller one would hold all heads; of accuracy
+        ``fast`` what rounds the query where ``standard`` takes another row tile."""
         reason = super().rejection(spec)
+        if reason is None and self.pipeline is None and spec.pipeline == self._fast:
+            usual, _ = judge(replace(self, accuracy=STANDARD))
+            if usual is not None and usual.row_tile != spec.row_tile:
+                return f"{usual.pipeline} with a row tile of {usual.row_tile} is faster here"
         if reason is not None or self.row_tile is not None:
             return reason
         tiles = self.op.features[spec.pipeline].tiles(self.p_terms)
@@ -131,13 +152,23 @@ class SparseProblem(Problem):
             return -(-self.num_heads // spec.row_tile), spec.row_tile
         return -self.num_heads % spec.row_tile, us
 
+    def remarks(self, size: Size) -> list[str]:
+        """Beside the others', what accuracy ``fast`` is, and whose times those are."""
+        lines = super().remarks(size)
+        if self.accuracy == FAST and self._fast:
+            lines.append(
+                f"{self._fast} rounds the query to e4m3 (docs/numerics.md); its time is that of "
+                f"{PIPELINES[self.op.cache_dtype]} less {100 * FASTER:.0f} %, as measured once"
+            )
+        return lines
+
     def describe(self, size: Size) -> tuple[str, str]:
         asked = (
             f"sparse decode: {size.batch} query tokens x topk {size.seqlen}, {self.num_heads} "
             f"heads, {self.op.about}, {self.out_dtype} out, on {self.card.name}"
         )
         asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
-        asked += f", accuracy {self.accuracy}" if self.exactly else ""
+        asked += f", accuracy {self.accuracy}" if self.exactly or self.accuracy == FAST else ""
         peak = self.op.effective_tflops(self.card)
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
@@ -168,12 +199,20 @@ def _op(fmt: str, **attributes: Any) -> SparseOp:
 
 def _mix16(fmt: str, **attributes: Any) -> SparseOp:
     """Over a cache of bytes."""
-    features = Features(
-        ROW_TILES["mix16"], "it has these", "16-bit products, the cache in registers", (ANY_PAGE,),
-        FORMATS[fmt].results, why_two_terms="its P has 16 bits",
-    )  # fmt: skip
+    about = {
+        "mix16": "16-bit products, the cache in registers",
+        "mix8": "mix16 with FP8 products of content and a rounded query",
+    }
+    features = {
+        name: Features(
+            ROW_TILES[name], "it has these", text, (ANY_PAGE,), FORMATS[fmt].results,
+            why_two_terms="its P has 16 bits", asked=name in ON_REQUEST,
+        )
+        for name, text in about.items()
+        if name == "mix16" or "fast" in attributes
+    }  # fmt: skip
     return _op(
-        fmt, features={"mix16": features}, tensor_cycles=dense_decode.tensor_cycles,
+        fmt, features=features, tensor_cycles=dense_decode.tensor_cycles,
         effective_tflops=lambda card: card.bf16_tflops, **attributes,
     )  # fmt: skip
 
@@ -202,7 +241,7 @@ SPARSE_OPS = {
         effective_tflops=fp8_decode.effective_tflops,
         tile_ns=fp8_decode.FP8_DECODE.tile_ns,
     ),
-    "fp8_ds_mla": _mix16("fp8_ds_mla"),
+    "fp8_ds_mla": _mix16("fp8_ds_mla", fast={"sm_90a": "mix8"}),
     **{
         fmt: _mix16(fmt, measured=False)
         for fmt in ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope")

@@ -271,8 +271,8 @@ def plan_sparse_decode(
         total_q: room for ragged query tokens.
         num_parts: CTAs that share the entries, per row block of a query token; None fills the
             device.
-        pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``, on SM100 ``ws``; None lets the
-            dispatcher choose.
+        pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``, of ``fp8_ds_mla`` also
+            ``mix8``, on SM100 ``ws``; None lets the dispatcher choose.
         row_tile: query heads of a CTA (16, 32, 64; on SM100 64); None lets the dispatcher choose,
             by times measured for calls of this size: query tokens, heads and entries.  With
             ``fixed_split_tokens`` the size has no part in it.
@@ -280,8 +280,15 @@ def plan_sparse_decode(
         fixed_overhead: cost of starting an item, in tiles of 64 entries.
         fixed_split_tokens: batch-invariant mode, as in ``plan_decode``: each row is cut after so
             many entries, a multiple of 64, whatever else is in the batch.
-        check_stale, accuracy: as in ``plan_decode``; ``high`` is there for an ``fp8`` cache: the
-            products of caches of bytes have 16 bits anyway.
+        check_stale: as in ``plan_decode``.
+        accuracy: ``standard``; ``high``, as in ``plan_decode``, of an ``fp8`` cache (products of
+            caches of bytes have 16 bits anyway); or ``fast``, of ``fp8_ds_mla`` on SM90: where the
+            dispatcher takes 64 query heads a CTA, kernels (pipeline ``mix8``) whose content logits
+            are FP8 products of a query that is rounded to e4m3, a row times a power of two.  Then
+            the LSE of that query is off by no more than the tensor core's sums may be,
+            ``snapmla.testing.record_qk.bounds``: at most 3.4e-2 of the largest logit's sum of
+            magnitudes; what rounding the query costs is beside that (docs/numerics.md).  These
+            kernels are compiled when they are asked for.
         cache_dtype: format of the cache that ``decode`` will get: ``fp8``; ``fp8_ds_mla``, rows of
             656 bytes; ``fp8_v4``, DeepSeek V4's pages; ``fp8_v41_planar``, ``fp8_v41_rows``,
             ``fp8_nope``, tokens of 528 bytes; or ``bf16`` (torch.bfloat16), whose plan depends on

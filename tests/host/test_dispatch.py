@@ -108,7 +108,11 @@ def test_choice_of_two_terms(heads: int, s_q: int, tile: int) -> None:
         ),
         ({"pipeline": "dual_wg"}, "^accuracy: expected 'standard' with pipeline 'dual_wg', got h"),
         ({"cache": "bf16"}, "^accuracy: expected 'standard' with a 16-bit cache, got high"),
-        ({"accuracy": "hi"}, "^accuracy: expected one of 'standard', 'high', got 'hi'"),
+        (
+            {"accuracy": "fast"},
+            "^accuracy: expected 'standard' or 'high' with an FP8 cache on sm_90a, got fast",
+        ),
+        ({"accuracy": "hi"}, "^accuracy: expected one of 'standard', 'high', 'fast', got 'hi'"),
     ],
 )
 def test_wishes_beside_high_accuracy(wish: dict[str, Any], message: str) -> None:
@@ -165,7 +169,9 @@ def test_explain_says_what_the_second_term_costs() -> None:
     assert "2 terms of P" in str(two) and "the second term of P: 1.0" in str(two)
     assert "term" not in str(one)
     assert "dual_wg has no two terms of P with a row tile of 64: it sums one" in str(two)
-    with pytest.raises(ValueError, match="^accuracy: expected one of 'standard', 'high', got"):
+    with pytest.raises(
+        ValueError, match="^accuracy: expected one of 'standard', 'high', 'fast', got"
+    ):
         snapmla.explain(16, accuracy="hi")
 
 

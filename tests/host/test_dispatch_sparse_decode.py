@@ -65,6 +65,38 @@ def test_high_accuracy_is_exact_logits(heads: int, tile: int) -> None:
     assert dispatch.longest_item(dispatch.choose_sparse(CARDS["H200"], heads)) == 0
 
 
+@pytest.mark.parametrize("size", [None, dispatch.Size(1, 2048), dispatch.Size(256, 2048)])
+@pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("card", ["H200", "H100 SXM"])
+def test_fast_rounds_the_query_where_standard_has_64_rows(
+    card: str, heads: int, size: dispatch.Size | None
+) -> None:
+    """Elsewhere it is standard's kernel; who names a row tile or the pipeline gets that."""
+    options: dict[str, Any] = {"cache": "fp8_ds_mla", "size": size}
+    usual = dispatch.choose_sparse(CARDS[card], heads, **options)
+    fast = dispatch.choose_sparse(CARDS[card], heads, accuracy="fast", **options)
+    pipeline = "mix8" if usual.row_tile == 64 else "mix16"
+    assert fast == usual.replace(pipeline=pipeline)
+    wishes: tuple[dict[str, Any], ...] = (
+        {"row_tile": 64, "accuracy": "fast"}, {"pipeline": "mix8"},
+    )  # fmt: skip
+    for wish in wishes:
+        named = dispatch.choose_sparse(CARDS[card], heads, **wish, **options)
+        assert named.name == "sparse_decode_mix8_r64_obf16_sm90a"
+
+
+def test_fast_is_explained() -> None:
+    options: dict[str, Any] = {"topk": 2048, "batch": 128, "card": "H200"}
+    options["cache_dtype"] = "fp8_ds_mla"
+    usual, fast = (snapmla.explain(128, accuracy=a, **options) for a in ("standard", "fast"))
+    assert usual.chosen is not None and fast.chosen is not None and usual.chosen.us
+    assert fast.chosen.us and 0.8 < fast.chosen.us / usual.chosen.us < 0.95
+    assert "accuracy fast" in str(fast) and "mix8" not in str(usual)
+    assert "mix8 rounds the query to e4m3" in str(fast) and "less 13 %" in str(fast)
+    few = snapmla.explain(16, accuracy="fast", **options)
+    assert "mix16 with a row tile of 16 is faster here" in str(few)
+
+
 def test_ties_go_to_less_padding_and_then_to_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wider tile that is faster by less than the model tells apart pads more; beyond that, and
     where no tile pads, time decides."""
@@ -191,6 +223,14 @@ def test_explain() -> None:
         ),
         ({"cache_dtype": "fp8_ds_mla", "pipeline": "f16"}, "pipeline: expected 'mix16' on sm_90a"),
         ({"cache_dtype": "fp8_ds_mla", "accuracy": "high"}, "accuracy: expected 'standard' on"),
+        (
+            {"cache_dtype": "fp8_v4", "accuracy": "fast"},
+            "accuracy: expected 'standard' with a cache",
+        ),
+        (
+            {"accuracy": "fast"},
+            "accuracy: expected 'standard' or 'high' with an FP8 cache on sm_90a",
+        ),
         ({"out_dtype": torch.float32, "cache_dtype": "fp8_ds_mla"}, "out_dtype: expected torch.b"),
     ],
 )
@@ -266,7 +306,7 @@ def test_the_pipeline_of_a_cache(arch: str) -> None:
 
 
 def test_features_are_what_can_be_built() -> None:
-    """By default, or of the formats of 528 bytes when they are asked for."""
+    """By default, or of the formats of 528 bytes and of mix8 when they are asked for."""
     built = {
         spec
         for arch in ("sm_90a", "sm_100a")
@@ -280,6 +320,9 @@ def test_features_are_what_can_be_built() -> None:
         for tile in (16, 32, 64)
         for fmt in ("fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
     }
+    rounded = VariantSpec.from_name("sparse_decode_mix8_r64_obf16_sm90a")
+    assert rounded not in built
+    built.add(rounded)
     assert not any(map(matrix.exclusion, built))
     said: set[VariantSpec] = set()
     for op in SPARSE_OPS.values():

@@ -52,7 +52,7 @@ def shapes(spec: VariantSpec) -> tuple[SparseShape, ...]:
 
 def small(spec: VariantSpec) -> Iterator[Call]:
     """``shapes``; of a cache of rows those of ``sparse_records``."""
-    if spec.pipeline == sparse_records.PIPELINE:
+    if spec.pipeline in sparse_records.PIPELINES:
         yield from sparse_records.small(spec)
         return
     for shape in shapes(spec):
@@ -62,7 +62,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
     """A ``SparseJob`` behind the planning kernel: swinging logits, splits, sinks."""
-    if spec.pipeline == sparse_records.PIPELINE:
+    if spec.pipeline in sparse_records.PIPELINES:
         return sparse_records.job_of(spec, lengths, planner)
     ordered, parts = tuple(lengths), 3
     if spec.row_tile == 64 or (spec.pipeline, spec.row_tile) == ("f16", 32):
@@ -79,7 +79,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
 
 def recorded(case: Case, run: Runner) -> Recorded:
     """With its merge, in one call; lists of tokens anywhere in the pool, one in eight of none."""
-    if case.spec.pipeline == sparse_records.PIPELINE:
+    if case.spec.pipeline in sparse_records.PIPELINES:
         return sparse_records.recorded(case, run)
     spec, bits = case.spec, case.bits()
     heads = HEADS[spec.row_tile][case.index % 2]
@@ -116,7 +116,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Each query token names ``sizes.tokens`` of a pool that is eight times as large, at random."""
-    if spec.pipeline == sparse_records.PIPELINE:
+    if spec.pipeline in sparse_records.PIPELINES:
         return sparse_records.sized(spec, sizes, device, seed)
     source, topk, tokens = Source(device, seed), sizes.tokens, sizes.batch * sizes.s_q
     pages = -(-8 * topk * sizes.batch // PAGE)

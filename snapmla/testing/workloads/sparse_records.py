@@ -24,7 +24,7 @@ from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import PAGE, Source
 
-PIPELINE = "mix16"  # whose cache is bytes
+PIPELINES = ("mix16", "mix8")  # whose cache is bytes
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
 # Of SM90's lengths of a job where Q has one stage.  With two parts the first then has one tile, a
