@@ -391,7 +391,7 @@ def main(
     sweep: Annotated[bool, typer.Option(help="Numbers of parts of small batches too.")] = False,
     again: Annotated[Path | None, typer.Option("--render", help="A record's page anew.")] = None,
 ) -> None:
-    """Times the shapes and writes ``sparse_cost.md`` and ``.json``."""
+    """Times the shapes; writes the page and its record."""
     if again is not None:
         page.render(again, body)
         return

@@ -277,7 +277,7 @@ def main(
     without: Annotated[str, typer.Option(help="before, vLLM, by commas: left out.")] = "",
     again: Annotated[Path | None, typer.Option("--render", help="A record's page anew.")] = None,
 ) -> None:
-    """Times the shapes and writes ``v32_step_cost.md`` and ``.json``."""
+    """Times the shapes; writes the page and its record."""
     if again is not None:
         page.render(again, body)
         return
