@@ -8,8 +8,9 @@ Steps ``schedules``, ``mutants`` and ``sample`` take compiled objects as they li
 along those that are built from the sources as they are, with their steps' keys.  ``run`` deals out
 a step's 100 schedules, and its mutants, in shares, begins what took longest last time first, else
 in the order of pack's globs, and drops what has not ended in time: ``pack --shares 20`` makes the
-shares of long steps short.  What each share said lies beside FILE, in a ``.log``.  ``take`` believes an outcome whose key is still the step's:
-sources, objects and the checks' own code are those that ran.
+shares of long steps short.  What each share said lies beside FILE, in a ``.log``.  ``take``
+believes an outcome whose key is still the step's: sources, objects and the checks' own code are
+those that ran.
 """
 
 from __future__ import annotations
