@@ -69,5 +69,6 @@ EXPLAINED_OF = {
         "bar.warp.sync in mha_hidden.py",
         "self.loads.found.wait_full",
         "# one lane hands P over for all",
+        "# one lane frees O for all",
     ),
 }

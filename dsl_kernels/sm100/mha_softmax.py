@@ -64,7 +64,8 @@ class Softmax:
         running = cute.make_rmem_tensor((2,), Float32)  # frame, sum
         own, done, finds = Int32(0), Int32(0), Int32(0)
         self.loads.hidden.reset(st, number)
-        count, head, q0, s_q, s_k, m, again = following(st, Int32(-1), number)
+        count = Int32(0)
+        head, q0, s_q, s_k, m, again = self.loads.notes.read(st, count)  # none is taken again yet
         while head >= 0:
             n, row = key_tiles(s_q, s_k, m, causal, TILE), m * ROWS + mine
             whole = whole_tiles(s_q, s_k, m * ROWS, n, TILE, causal)
@@ -184,7 +185,7 @@ class Softmax:
         if n > 0:
             umma.wait_loads()
             umma.before_sync()
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # one lane frees O for all
             self.loads.ofree.arrive_full_if(st, 0, cute.arch.lane_idx() == 0)
         return (row < s_q) & (total == total) & any_nan(looked)
 
