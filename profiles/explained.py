@@ -64,7 +64,7 @@ EXPLAINED_OF = {
     ),
     # whose producer and clearing warp are SM90's
     "mha_fwd_*_turns_sm100a": (
-        "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
+        "6 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
         "bar.warp.sync in mha_parts.py",
         "bar.warp.sync in mha_hidden.py",
         "self.loads.found.wait_full",
