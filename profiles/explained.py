@@ -62,4 +62,13 @@ EXPLAINED_OF = {
         "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
         "2 x wgmma.fence.sync.aligned in mha_fwd.py",
     ),
+    # whose producer and clearing warp are SM90's
+    "mha_fwd_*_turns_sm100a": (
+        "6 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
+        "bar.warp.sync in mha_parts.py",
+        "bar.warp.sync in mha_hidden.py",
+        "self.loads.found.wait_full",
+        "# one lane hands P over for all",
+        "# one lane frees O for all",
+    ),
 }

@@ -71,7 +71,6 @@ ASKED = (
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a",
 )  # fmt: skip
 # Likewise of SM100: kernels that wait for a card's clock, under as few schedules as its others.
-# Mutants of theirs are no step before each survivor is explained.
 ASKED_BLACKWELL = (
     "sparse_decode_ws_r64_obf16_gather4_sm100a", "mha_fwd_d192_dbf16_turns_sm100a",
 )  # fmt: skip
@@ -182,7 +181,7 @@ def steps() -> list[Step]:
     asked = [VariantSpec.from_name(name) for name in (*ASKED, *BESIDE)]
     found += [_schedules(spec) for spec in asked] + [_mutants(spec) for spec in asked]
     waiting = [VariantSpec.from_name(name) for name in ASKED_BLACKWELL]
-    found += [_schedules(spec, FEW) for spec in waiting]
+    found += [_schedules(spec, FEW) for spec in waiting] + [_mutants(spec) for spec in waiting]
     found += [_sample(name, k + 1, blackwell) for name in SAMPLES for k in range(SAMPLES[name][1])]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))

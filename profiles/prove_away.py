@@ -6,9 +6,11 @@
 
 Steps ``schedules``, ``mutants`` and ``sample`` take compiled objects as they lie: ``pack`` takes
 along those that are built from the sources as they are, with their steps' keys.  ``run`` deals out
-a step's 100 schedules, and its mutants, in shares, begins what took longest last time first, and
-drops what has not ended in time.  ``take`` believes an outcome whose key is still the step's:
-sources, objects and the checks' own code are those that ran.
+a step's 100 schedules, and its mutants, in shares, begins what took longest last time first, else
+in the order of pack's globs, and drops what has not ended in time: ``pack --shares 20`` makes the
+shares of long steps short.  What each share said lies beside FILE, in a ``.log``.  ``take``
+believes an outcome whose key is still the step's: sources, objects and the checks' own code are
+those that ran.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from profiles import prove
 
 PACKED = ROOT / "build" / "carry" / "prove.tar.xz"
 KINDS = ("schedules", "mutants", "sample")
-SHARES = 4  # of a step's schedules, and of its mutants
+SHARES = 4  # of a step's schedules, and of its mutants, if pack is told no other number
 KILLED = re.compile(r"(\S+: )(\d+) of (\d+) mutants killed \(\d+ %\)(.*)")
 SUFFIXES = ("o", "ptx", "json")  # what the software GPU reads of a variant
 
@@ -68,21 +70,29 @@ class Ended:
     cpu_seconds: float
 
 
-def shares(step: prove.Step) -> list[Share]:
-    """A step's command, its schedules or mutants dealt out; builds are left out."""
+def shares(step: prove.Step, most: int = SHARES) -> list[Share]:
+    """A step's command, its mutants dealt out in ``most`` shares, its schedules in as many of them
+    as are equal; builds are left out."""
     (command,) = [c for c in step.commands if c[1] != "codegen"]
     if step.kind == "mutants":
-        parts = [(*command, "--part", f"{i + 1}/{SHARES}") for i in range(SHARES)]
-        return [Share(step.name, step.key, part, SHARES) for part in parts]
+        parts = [(*command, "--part", f"{i + 1}/{most}") for i in range(most)]
+        return [Share(step.name, step.key, part, most) for part in parts]
     if step.kind != "schedules":
         return [Share(step.name, step.key, command)]
     at = command.index("--seeds") + 1
-    each, rest = divmod(int(command[at]), SHARES)
-    assert not rest, "schedules are dealt out evenly"
-    few = (*command[:at], str(each), *command[at + 1 :])
+    seeds = int(command[at])
+    of = max(n for n in range(1, most + 1) if seeds % n == 0)
+    few = (*command[:at], str(seeds // of), *command[at + 1 :])
     return [
-        Share(step.name, step.key, (*few, "--first", str(i * each)), SHARES) for i in range(SHARES)
+        Share(step.name, step.key, (*few, "--first", str(i * (seeds // of))), of) for i in range(of)
     ]
+
+
+def chosen(found: Iterable[prove.Step], globs: Sequence[str]) -> list[prove.Step]:
+    """Steps that another machine can run and that a glob names, those of the first glob first."""
+    able = [step for step in found if step.kind in KINDS]
+    named = [s for g in globs for s in able if fnmatch.fnmatchcase(s.name, g)]
+    return list(dict.fromkeys(named))
 
 
 def built(step: prove.Step, folder: Path) -> list[str]:
@@ -101,15 +111,16 @@ def built(step: prove.Step, folder: Path) -> list[str]:
 
 @app.command()
 def pack(
-    globs: Annotated[list[str] | None, typer.Argument(help="over names of steps")] = None,
+    globs: Annotated[
+        list[str] | None,
+        typer.Argument(help="over names of steps; what the first names is begun first"),
+    ] = None,
     out: Annotated[Path, typer.Option(help="file to write")] = PACKED,
+    most: Annotated[int, typer.Option("--shares", min=1, help="of a step, at most")] = SHARES,
 ) -> None:
     """Pack the steps that have not passed, with the objects they take."""
     folder, book = ROOT / "build" / "variants", prove.Book(prove.STATE)
-    mine = [
-        step for step in prove.steps()
-        if step.kind in KINDS and any(fnmatch.fnmatchcase(step.name, g) for g in globs or ["*"])
-    ]  # fmt: skip
+    mine = chosen(prove.steps(), globs or ["*"])
     names: dict[str, None] = {}
     listed: list[dict[str, Any]] = []
     for step in book.pending(mine):
@@ -120,7 +131,7 @@ def pack(
         names.update(dict.fromkeys(needs))
         last = book.last(step)
         seconds = last.cpu_seconds if last is not None else 0.0
-        listed += [{**dataclasses.asdict(s), "seconds": seconds / s.of} for s in shares(step)]
+        listed += [{**dataclasses.asdict(s), "seconds": seconds / s.of} for s in shares(step, most)]
     text = json.dumps({"commit": prove.checkout(), "shares": listed}).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(".partial")
@@ -228,6 +239,10 @@ def run(
                 if ended is None:
                     continue
                 found.append(ended)
+                words = " ".join(ended.share.command)
+                with out.with_suffix(".log").open("a") as log:
+                    log.write(f"$ python {words}\n{ended.output}\n")
+                    log.write(f"exit code {ended.code}, {ended.cpu_seconds:.0f} CPU seconds\n\n")
                 done = complete(found, steps["commit"])
                 write_atomic(out, json.dumps([dataclasses.asdict(o) for o in done], indent=1))
     failed = [o for o in complete(found, steps["commit"]) if not o.passed]

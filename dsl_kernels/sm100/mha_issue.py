@@ -98,7 +98,8 @@ class Products:
             umma.mn_major(umma.address_of(st.v.data_ptr()), TILE * umma.LINE),
         )  # fmt: skip
         kc, done, phases = Int32(0), Int32(0), Int32(0)  # phases: of p, of clean
-        count, head, s_q, s_k, m, again = self._next(st, Int32(-1))
+        count = Int32(0)
+        head, _, s_q, s_k, m, again = self.loads.notes.read(st, count)  # none is taken again yet
         while head >= 0:
             n = key_tiles(s_q, s_k, m, causal, TILE)
             if n > 0:

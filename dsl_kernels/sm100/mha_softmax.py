@@ -64,7 +64,8 @@ class Softmax:
         running = cute.make_rmem_tensor((2,), Float32)  # frame, sum
         own, done, finds = Int32(0), Int32(0), Int32(0)
         self.loads.hidden.reset(st, number)
-        count, head, q0, s_q, s_k, m, again = following(st, Int32(-1), number)
+        count = Int32(0)
+        head, q0, s_q, s_k, m, again = self.loads.notes.read(st, count)  # none is taken again yet
         while head >= 0:
             n, row = key_tiles(s_q, s_k, m, causal, TILE), m * ROWS + mine
             whole = whole_tiles(s_q, s_k, m * ROWS, n, TILE, causal)
@@ -109,8 +110,7 @@ class Softmax:
         old = running[0]
         new, gamma = move_frame(_most(t) * scale, old)
         if adds & cute.arch.vote_any_sync(new != old):
-            self.loads.o.wait_full(st, turn, (own - 1) & 1)
-            umma.after_sync()
+            # S came behind P.V of this turn's tile before, of the same thread: O is complete
             self._rescale(at + O_AT + turn * self.d_v, gamma)
         part = [Float32(0.0) for _ in range(4)]
         for c in cutlass.range_constexpr(0, TILE, CHUNK):
@@ -121,7 +121,7 @@ class Softmax:
             store_words(s_at + P_AT + c // 2, words)
         wait_stores()
         umma.before_sync()
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # one lane hands P over for all
         self.loads.p.arrive_full_if(st, turn, cute.arch.lane_idx() == 0)
         running[0] = new
         running[1] = running[1] * gamma + ((part[0] + part[1]) + (part[2] + part[3]))
@@ -185,7 +185,7 @@ class Softmax:
         if n > 0:
             umma.wait_loads()
             umma.before_sync()
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # one lane frees O for all
             self.loads.ofree.arrive_full_if(st, 0, cute.arch.lane_idx() == 0)
         return (row < s_q) & (total == total) & any_nan(looked)
 
@@ -197,7 +197,7 @@ class Softmax:
         shares = st.shares.get_tensor(cute.make_layout((ROWS, 2, TURNS, 2)))
         shares[mine, 0, turn, buffer] = running[0]
         shares[mine, 1, turn, buffer] = running[1]
-        umma.before_sync()
+        # no fence in front: its own columns a thread has handed on with P, O is the commit's
         cute.arch.barrier(barrier_id=BOTH, number_of_threads=TURNS * WARPGROUP)
         umma.after_sync()
         frames = [shares[mine, 0, x, buffer] for x in range(TURNS)]

@@ -17,7 +17,7 @@ import dsl_kernels
 from dsl_kernels.spec import VariantSpec
 from snapmla import dispatch
 from snapmla.dispatch.cards import card_named
-from snapmla.testing.sparse_job import LAYOUTS, SparseJob, SparseShape
+from snapmla.testing.sparse_job import INT_MAX, LAYOUTS, SparseJob, SparseShape
 from snapmla.testing.workloads import sparse_decode as work
 from softgpu import Hazard, Options, SoftGpuError, mutate, using
 from softgpu.ops import tma
@@ -27,10 +27,10 @@ from tests.support.needs import needs_compiler
 from tests.support.planting import granted, line_of
 
 LOADS = Path(dsl_kernels.__file__).parent / "sm100/gather4_loads.py"
-PITCHES = {  # (layout, page size): of content, of RoPE
-    ("split", 1): (128, 128), ("split", 53): (128, 128), ("split", 64): (128, 128),
-    ("row640", 53): (128, 128), ("paged", 64): (128, 128), ("paged", 53): (16, 16),
-    ("packed", 64): (128, 128), ("packed", 2): (16, 16),
+PITCHES = {  # (layout, page size): of content and RoPE, bytes of a row of their maps
+    **{(layout, p): 128 for layout in ("split", "row640") for p in (1, 2, 53, 64)},
+    ("paged", 1): 16, ("paged", 2): 16, ("paged", 53): 32, ("paged", 64): 128,
+    ("packed", 1): 16, ("packed", 2): 16, ("packed", 53): 32, ("packed", 64): 128,
 }  # fmt: skip
 
 
@@ -67,14 +67,15 @@ def test_bits_are_those_of_the_other_loader(layout: str) -> None:
 
 @needs_compiler
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("heads", [20, 100])
 @pytest.mark.parametrize(("layout", "page_size"), PITCHES)
 def test_each_named_token_is_copied_once_a_row_block(
-    layout: str, page_size: int, heads: int, monkeypatch: pytest.MonkeyPatch
+    layout: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its 640 bytes, by copies of 128; nothing of a token that no entry names.  Where strides let
-    them, rows of a map do not overlap."""
+    """Its 640 bytes, by copies of 128, of one block of rows or of two; nothing of a token that no
+    entry names, of which -1 and INT_MAX are two.  Where strides let them, rows of a map do not
+    overlap."""
     spec, kernel = kernel_of(GATHER4)
+    heads = 20 if page_size % 2 else 100
     shape = SparseShape(heads, 130, (130, 70), page_size, s_q=2, layout=layout, parts=3)
     job, times, pitches = SparseJob(spec, shape), dict[int, int](), dict[int, int]()
     copied = tma._gather
@@ -91,7 +92,8 @@ def test_each_named_token_is_copied_once_a_row_block(
 
     monkeypatch.setattr(tma, "_gather", counted)
     assert job.errors(job.run(kernel)).right
-    assert (pitches[1], pitches[2]) == PITCHES[layout, page_size]
+    assert {INT_MAX, -1, -(2**31)} <= set(job.indices.flatten().tolist())
+    assert pitches == dict.fromkeys((1, 2), PITCHES[layout, page_size])
     content, rope, scale = job.planes
     pool, blocks = scale.numel(), -(-heads // spec.row_tile)
     named = [row[:n] for row, n in zip(job.indices, shape.counts, strict=True)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from snapmla.testing.sparse_job import LAYOUTS, SparseJob, SparseShape
 from snapmla.testing.sparse_reference import sparse_decode_reference
 from softgpu import Hazard, Options, SoftGpuError, memory, mutate, using
 from softgpu.ptx import Instr
-from tests.kernels.test_sparse_decode import BLACKWELL, kernel_of
+from tests.kernels.test_sparse_decode import BLACKWELL, GATHER4, kernel_of
 from tests.support.needs import needs_compiler
 from tests.support.on_blackwell import blackwell
 from tests.support.planting import granted, line_of
@@ -328,3 +329,25 @@ def test_a_prompt_over_the_cache() -> None:
     want, want_lse = step.truth([70] * 5)
     assert near(out.float(), want, 3e-2)
     assert float((lse - want_lse.T).abs().max()) < 1e-4
+
+
+# ------------------------------------------------------------------------------------------ CTAs
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", [BLACKWELL, GATHER4])
+def test_bits_do_not_follow_from_ctas(name: str) -> None:
+    """Pieces of two tiles, dealt to one CTA, to two and to seven, in schedules of their own."""
+    spec, kernel = kernel_of(name)
+    shape = SparseShape(9, 300, (300, 130, 0, 211), 53, split_tiles=2, parts=1, sink=True)
+    job, found = SparseJob(spec, shape), []
+    same = {name: job.arguments()[name] for name in ("q_nope", "q_rope", "q_scale", "attn_sink")}
+    same |= dict(zip(("content", "rope", "scale"), job.planes, strict=True))
+    for ctas in (1, 2, 7):
+        other = SparseJob(spec, replace(shape, parts=ctas))
+        assert other.plan.split_begin[-1] > 0 and len(other.plan.part_begin) == ctas + 1
+        with using(mutate.schedule(ctas)):
+            found.append(other.run(kernel, indices=job.indices, **same))
+    assert job.errors(found[0]).right
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])

@@ -27,7 +27,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     then every key for every row, four tiles, and logits that move frames; at the end of the lists
     short sequences, and such without keys, of which nothing but a note tells; at last a batch in
     which no sequence has keys; behind them values that are no numbers, of keys that some rows do
-    not see.  Of split keys one sequence each has two pieces."""
+    not see; on SM100 also work tiles of two and three tiles of keys, none and one of which is whole
+    for all rows, beside a CTA that has none.  Of split keys one sequence each has two pieces."""
     if spec.keys == "split":
         yield from _small_split(spec)
         return
@@ -43,6 +44,10 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     yield Call(job.arguments(), {}, job=job)
     job = wild_values(MhaJob.draw(spec, (20, 9, 8, 4), (spec.key_tile + 20, 9, 5, 4), 1, 1, ctas=1))
     yield Call(job.arguments(), {}, job=job)
+    if spec.arch == "sm_100a":
+        lk = (spec.key_tile + 20, 2 * spec.key_tile + 20, 4)
+        job = wild_values(MhaJob.draw(spec, (40, 40, 0), lk, 1, 1, ctas=3))
+        yield Call(job.arguments(), {}, job=job)
 
 
 Job = TypeVar("Job", bound=MhaJob)
