@@ -5,7 +5,8 @@ whose cost more, and its clock is what that one left.  So tables that time in tu
 kernel that lowers the clock more than its peer, and a step, whose other kernels draw less than
 either, lies between both figures.  Here each contender replays its own calls until the clock has
 settled, then for ``SECONDS``, and energy is what NVML's counter of total energy says of that time:
-the power that the driver averages over a second would still hold what ran before.  Without the counter there is no energy.
+the power that the driver averages over a second would still hold what ran before.  Without the
+counter there is no energy.
 """
 
 from __future__ import annotations
