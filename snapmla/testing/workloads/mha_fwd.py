@@ -45,7 +45,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     job = wild_values(MhaJob.draw(spec, (20, 9, 8, 4), (spec.key_tile + 20, 9, 5, 4), 1, 1, ctas=1))
     yield Call(job.arguments(), {}, job=job)
     if spec.arch == "sm_100a":
-        lk = (spec.key_tile + 20, 2 * spec.key_tile + 20, 4)
+        lk = [spec.key_tile + 20, 2 * spec.key_tile + 20, 4]
         job = wild_values(MhaJob.draw(spec, (40, 40, 0), lk, 1, 1, ctas=3))
         yield Call(job.arguments(), {}, job=job)
 
