@@ -20,11 +20,8 @@ import torch
 
 from profiles import power, timing
 
-SECONDS, LEAD_S, PAUSE_S = (
-    power.ROW_SECONDS,
-    0.2,
-    0.05,
-)  # measured; the same load before; the card at rest before
+SECONDS = power.ROW_SECONDS  # measured
+LEAD_S, PAUSE_S = 0.2, 0.05  # of the same load before; of the card at rest before that
 CONFIG = timing.TimingConfig(graph_ms=6.0, host_iters=0)
 UNKNOWN = "–"
 Calls = Mapping[str, Sequence[Callable[[], Any]]]
