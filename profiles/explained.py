@@ -47,6 +47,17 @@ EXPLAINED_OF = {
         "1 x wgmma.fence.sync.aligned in mix16_v4_pv.py",
     ),
     "*_decode_mix16_*": CONVERTED,
+    # the last chain's wait stands before products that the compiler puts behind the last wait of
+    # all; the second group's fence behind the first's, which orders both accumulators
+    "*_decode_mix8_*": (
+        *CONVERTED, "1 x wgmma.wait_group.sync.aligned 1 in mix8.py",
+        "1 x wgmma.fence.sync.aligned in mix8.py",
+    ),
+    # a wait that ends a phase, whose votes nobody needs: a card's checker asks for it
+    "*_decode_mix*_r64_*": ("# warps have met: no phase ends unread",),
+    # where a row is one CTA's, nobody reads the total that `emit` meets for
+    "select_topk_*_c1_*": ("2 x bar.sync in topk_threshold.py",),
+    "select_topk_*_c2_*": ("1 x bar.sync in topk_threshold.py",),
     "*decode_f16_*": CONVERTED,
     "*decode_f16_r16_*": (
         "3 x wgmma.commit_group.sync.aligned in mix16_softmax.py",

@@ -299,7 +299,7 @@ HANDOVERS = (
         "384` of softmax)",
         "`bar.warp.sync`, one lane arrives at the full barrier of P, which P.V's warps wait for "
         "before they convert the next Q; of an item without tiles nothing is read",
-        frozenset(("mix16_parts.py:convert",)),
+        frozenset(("mix16_parts.py:convert", "mix8.py:convert")),
         frozenset(("mix16_softmax.py:block",)),
         MEETING,
     ),

@@ -15,10 +15,6 @@ bytes with 128 heads, merge.  No products, no experts.  All layers stand in one 
     vLLM       the operators that vLLM calls (``profiles.v32_vllm``); left out, and said so, unless
                all three libraries are there
 
-Not timed on a card yet.  On an H200 vLLM's layer ran for 1, 8, 32 and 128 sequences, unchecked; the
-first graphs ended in a fault, as nothing kept their layers' tensors, which ``Captured`` does now.
-Ours are right on the software GPU.
-
 Before anything is timed each contender's first layer is held against float64 on the tokens that it
 chose, and these against today's.  Graphs are replayed in an order that changes each round.
 """

@@ -8,6 +8,7 @@ prints errors as shares of their bounds, and times.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable
 
@@ -176,6 +177,7 @@ def test_error_over_length(heads: int) -> None:
         assert error <= exact.FP32_ERROR
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a time: run it without -n")
 @pytest.mark.parametrize(("heads", "most"), MOST.items())
 def test_time_beside_the_default(heads: int, most: float) -> None:
     """32 x 16K tokens, 338 MB of cache: from memory in every call.  Rounds alternate."""
