@@ -96,8 +96,8 @@ def mha_prefill(
         split_keys: cuts the keys of a sequence of few query tokens into pieces that are computed
             side by side and merged in their order: of r row tiles (128 query tokens) and n tiles
             of 128 keys min(8, n // 8) // r, where that is 2 or more (128 query tokens: from 1921
-            keys on; 512: from 8065).  One prompt of 16 heads and 32K keys is 5.5 times as fast on an
-            H200; where heads and prompts fill the GPU it is slower (0.74 to 0.91).
+            keys on; 512: from 8065).  One prompt of 16 heads and 32K keys is 5.5 times as fast on
+            an H200; where heads and prompts fill the GPU it is slower (0.74 to 0.91).
         k_rope: same dtype as q, (total_k, 1, 64), or (total_k, h_k, 64): the last channels of K;
             not where d_qk is 128.
         out: same dtype as q, (total_q, h, d_v); rows may be strided, 16-byte aligned.  None
