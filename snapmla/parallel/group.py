@@ -13,6 +13,7 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, quant, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import DecodePlan
+from snapmla.decode_plan.witness import Witness, check_witness
 from snapmla.errors import SnapMLAError
 from snapmla.parallel.exchange import METHODS, Arena, Collectives, Rows, make_exchange
 from snapmla.parallel.plan import Buffers, ContextPlan, Lengths, Query, scratch_of
@@ -360,6 +361,7 @@ class ContextGroup:
         empty_lse: str = "-inf",
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of all ranks' tokens for this rank's heads: ``snapmla.decode`` and an exchange.
 
@@ -378,6 +380,8 @@ class ContextGroup:
             empty_lse: LSE of a row that sees no token on any rank, ``-inf`` or ``+inf``.
             out: bfloat16 or float32 (*tokens, own_heads, 512), contiguous; None allocates bfloat16.
             lse: float32 (b, own_heads, s_q) or (own_heads, total_q), contiguous; None allocates.
+            cu_seqlens_q: a witness of ragged queries, as of ``snapmla.decode``: int32 (b + 1,),
+                this step's own offsets.  Query tokens that the plan knows otherwise get NaN.
 
         Returns:
             (out, lse) of this rank's heads: rank r has heads r * own_heads to (r + 1) * own_heads.
@@ -392,7 +396,7 @@ class ContextGroup:
         if tracing.by_dynamo():
             return tracing.between_graphs(
                 self.decode, q_nope, q_rope, cache, block_table, plan, softmax_scale=softmax_scale,
-                empty_lse=empty_lse, out=out, lse=lse,
+                empty_lse=empty_lse, out=out, lse=lse, cu_seqlens_q=cu_seqlens_q,
             )  # fmt: skip
         if not isinstance(plan, ContextPlan) or plan.group is not self:
             got = "another group's" if isinstance(plan, ContextPlan) else type(plan).__name__
@@ -402,6 +406,7 @@ class ContextGroup:
         self._check_query(q_nope, q_rope, plan.tokens)
         out, lse = self._results(plan.tokens, q_nope.device, out, lse)
         checks.apart("out", out, {"q_nope": q_nope, "q_rope": q_rope})
+        check_witness(plan.plan, Witness.of(cu_seqlens_q, None), "row_seqlens")
         if not math.prod(plan.tokens):
             return out, lse
         plan._expect_fresh()
@@ -410,6 +415,7 @@ class ContextGroup:
         attention.decode(
             query, cache, block_table, plan.cache_seqlens, softmax_scale=softmax_scale,
             plan=plan.plan, empty_lse=empty_lse, out=buffers.part, lse=buffers.part_lse,
+            cu_seqlens_q=cu_seqlens_q, row_seqlens=plan.row_seqlens,
         )  # fmt: skip
         buffers.exchange(buffers.part, buffers.part_lse, out, lse)
         return out, lse

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -343,6 +345,62 @@ def test_the_grid(ranks: int, tmp_path: Path) -> None:
     for i, case in enumerate(CASES):
         print(case)
         print("\n".join(context_job.judge(case, ranks, [part[i] for part in parts])))
+
+
+# ---------------------------------------------------------------- plans that are stale
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    distributed.init_process_group(
+        "gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1, timeout=timedelta(minutes=5)
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+RAGGED = Case((7, 4, 6), 4, 16, s_q=None, counts=(1, 3, 2))
+
+
+@needs_compiler
+@needs_ranks
+def test_a_plan_is_compared_with_the_calls_offsets_and_the_steps_limits(alone: None) -> None:
+    """Rows of another request are NaN; what each query token sees is the ``ContextPlan``'s."""
+    step = context_job.Step(RAGGED, 0, 1, "cpu")
+    group = step.group("all_to_all", torch.float32)
+    plan = step.plan(group)
+    given: list[Any] = [*step.queries(group), step.cache, step.table]
+    assert plan.row_seqlens is not None and plan.row_seqlens.tolist() == [7, 2, 3, 4, 5, 6]
+    plan.row_seqlens[4] = 0
+    moved = ints(0, 3, 4, 6)
+    out, lse = group.decode(*given, plan, softmax_scale=SCALE, cu_seqlens_q=moved)
+    assert out[:3].isnan().all() and lse[:, :3].isnan().all()
+    assert not out[4].any() and torch.isneginf(lse[:, 4]).all()
+    assert out[5].isfinite().all() and out[5].any(-1).all() and lse[:, 5].isfinite().all()
+    even = group.plan_decode(step.lengths, 2, page_size=PAGE, max_pages=1)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: expected None: the plan is for s_q = 2"):
+        queries = (t.view(3, 2, *t.shape[1:]) for t in given[:2])
+        group.decode(*queries, *given[2:], even, softmax_scale=SCALE, cu_seqlens_q=moved)
+
+
+@needs_compiler
+@needs_ranks
+def test_a_plan_that_is_stale_is_told(alone: None) -> None:
+    """With ``check_stale``: whole lengths, and offsets, that were rewritten without ``update_``."""
+    step = context_job.Step(replace(RAGGED, options={"check_stale": True}), 0, 1, "cpu")
+    group = step.group("all_to_all", torch.float32)
+    plan = step.plan(group)
+    given: list[Any] = [*step.queries(group), step.cache, step.table]
+    assert step.cu is not None
+    old = r"(?s)plan: .*lengths it was last updated for.*in sequence 1 \(4 -> 5\)"
+    for tensor, at, words in ((step.lengths, 1, old), (step.cu, 1, "cu_seqlens_q")):
+        tensor[at] += 1
+        with pytest.raises(ValueError, match=words):
+            group.decode(*given, plan, softmax_scale=SCALE)
+        tensor[at] -= 1
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        group.decode(*given, plan, softmax_scale=SCALE, cu_seqlens_q=ints(0, 2, 4, 6))
 
 
 # ---------------------------------------------------------------- without ranks
