@@ -10,8 +10,9 @@ import torch
 from torch import distributed
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from snapmla import attention, checks, quant, tracing
-from snapmla.cache import PagedKVCache
+from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DecodePlan
 from snapmla.decode_plan.witness import Witness, check_witness
 from snapmla.errors import SnapMLAError
@@ -244,10 +245,12 @@ class ContextGroup:
         return Rows(tokens, self.size, self.own_heads, self.transport)
 
     def _kind(self, cache_dtype: str | torch.dtype) -> str:
-        name = checks.format_named(checks.cache_dtype(cache_dtype))
-        if name not in ("fp8", "bf16"):
-            checks.value_error("cache_dtype", "'fp8' or torch.bfloat16", cache_dtype)
-        return name
+        record = FORMATS.get(cache_dtype) if isinstance(cache_dtype, str) else None
+        if record is None or not record.named:  # else it is none of ours
+            name = checks.format_named(checks.cache_dtype(cache_dtype))
+            if name in ("fp8", "bf16"):
+                return name
+        checks.value_error("cache_dtype", "'fp8' or torch.bfloat16", cache_dtype)
 
     def plan_decode(
         self,
@@ -387,8 +390,8 @@ class ContextGroup:
             (out, lse) of this rank's heads: rank r has heads r * own_heads to (r + 1) * own_heads.
 
         Raises:
-            TypeError, ValueError: naming the argument.  Queries, results and plan are checked
-                before anything is sent, the cache's arguments behind the gather of queries.
+            TypeError, ValueError: naming the argument.  Queries, results, plan and the cache's
+                format are checked before anything is sent, its other arguments behind the gather.
             SnapMLAError: a collective failed, or took longer than the group's timeout.
 
         Source: as ``snapmla.decode`` and ``merge_states``.
@@ -407,6 +410,11 @@ class ContextGroup:
         out, lse = self._results(plan.tokens, q_nope.device, out, lse)
         checks.apart("out", out, {"q_nope": q_nope, "q_rope": q_rope})
         check_witness(plan.plan, Witness.of(cu_seqlens_q, None), "row_seqlens")
+        expect_cache(cache)
+        if cache.format != plan.plan.cache_dtype:
+            wanted = f"one of format {plan.plan.cache_dtype!r}, as plan"
+            hint = "ContextGroup.plan_decode(cache_dtype=) is 'fp8' or torch.bfloat16"
+            checks.value_error("cache", wanted, repr(cache.format), hint)
         if not math.prod(plan.tokens):
             return out, lse
         plan._expect_fresh()
@@ -425,6 +433,8 @@ class ContextGroup:
         said = f"this rank's {heads} of {self.num_heads} heads, or a group of heads='replicated'"
         if self.heads != "gathered":
             said = f"all {heads} heads, or a group of heads='gathered'"
+        if isinstance(q_nope, Tensor) and q_nope.shape[-2:-1] == (heads,):
+            said = ""  # it is not the heads
         checks.tensor("q_nope", q_nope, _BF16, (*tokens, heads, KV_LORA_RANK), advice=said)
         shape = (*tokens, heads, QK_ROPE_HEAD_DIM)
         checks.tensor("q_rope", q_rope, _BF16, shape, q_nope.device, said)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 import snapmla
+from dsl_kernels.families.formats import FORMATS
 from snapmla import SnapMLAError
 from snapmla.parallel import ContextGroup
 from snapmla.parallel.sharding import Sharding
@@ -368,7 +369,7 @@ RAGGED = Case((7, 4, 6), 4, 16, s_q=None, counts=(1, 3, 2))
 def test_a_plan_is_compared_with_the_calls_offsets_and_the_steps_limits(alone: None) -> None:
     """Rows of another request are NaN; what each query token sees is the ``ContextPlan``'s."""
     step = context_job.Step(RAGGED, 0, 1, "cpu")
-    group = step.group("all_to_all", torch.float32)
+    group = step.group("all_to_all", torch.bfloat16)
     plan = step.plan(group)
     given: list[Any] = [*step.queries(group), step.cache, step.table]
     assert plan.row_seqlens is not None and plan.row_seqlens.tolist() == [7, 2, 3, 4, 5, 6]
@@ -389,7 +390,7 @@ def test_a_plan_is_compared_with_the_calls_offsets_and_the_steps_limits(alone: N
 def test_a_plan_that_is_stale_is_told(alone: None) -> None:
     """With ``check_stale``: whole lengths, and offsets, that were rewritten without ``update_``."""
     step = context_job.Step(replace(RAGGED, options={"check_stale": True}), 0, 1, "cpu")
-    group = step.group("all_to_all", torch.float32)
+    group = step.group("all_to_all", torch.bfloat16)
     plan = step.plan(group)
     given: list[Any] = [*step.queries(group), step.cache, step.table]
     assert step.cu is not None
@@ -401,6 +402,39 @@ def test_a_plan_that_is_stale_is_told(alone: None) -> None:
         tensor[at] -= 1
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         group.decode(*given, plan, softmax_scale=SCALE, cu_seqlens_q=ints(0, 2, 4, 6))
+
+
+@needs_compiler
+@needs_ranks
+def test_caches_and_queries_of_other_formats(alone: None) -> None:
+    """What does not fit is said of the caller's own arguments, before anything is sent."""
+    group, lengths, table = ContextGroup(num_heads=8), ints(1), ints(0, 1).view(1, 2)
+    shape: dict[str, Any] = {"page_size": PAGE, "max_pages": 2}
+    named = {"bf16": torch.bfloat16, "f16": torch.float16}
+    plans = {
+        name: group.plan_decode(lengths, 1, cache_dtype=named.get(name, name), **shape)
+        for name in ("fp8", "bf16")
+    }
+    joint = torch.zeros(1, 1, 8, 576, dtype=torch.bfloat16)
+    for name, record in FORMATS.items():
+        dtype: Any = named.get(name, name)
+        if name not in plans:
+            with pytest.raises(ValueError, match=r"^cache_dtype: expected 'fp8' or torch.bfloat16"):
+                group.plan_decode(lengths, 1, cache_dtype=dtype, **shape)
+        cache = snapmla.PagedKVCache.allocate(2, PAGE, device="cpu", dtype=dtype)
+        for planned, plan in plans.items():
+            if planned != name:
+                words = f"^cache: expected one of format '{planned}', as plan, got '{name}' "
+                with pytest.raises(ValueError, match=words):
+                    group.decode(
+                        joint[..., :512], joint[..., 512:], cache, table, plan, softmax_scale=SCALE
+                    )
+        cut, rope = record.content.count, record.rope_channels
+        if (cut, rope) != (512, 64):
+            parts = joint[..., :cut], joint[..., cut : cut + rope]
+            with pytest.raises(ValueError, match=r"^q_(nope|rope): .*joint\[\.\.\., ") as caught:
+                group.decode(*parts, cache, table, plans["fp8"], softmax_scale=SCALE)
+            assert "heads" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- without ranks
