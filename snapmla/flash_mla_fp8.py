@@ -324,6 +324,12 @@ def _primary(call: Call) -> tuple[QuantizedQuery, PagedKVCache, DecodePlan | Non
     return q, cache, kept_plan(*pair, *shape)
 
 
+def _another_format(shape: tuple[int, ...]) -> str:
+    """Who has tokens of this width, and which calls read them; empty: nobody."""
+    said = checks.named_by_width(shape[-1]) if shape else ""
+    return f"{said}: make a PagedKVCache of it for snapmla.decode" if said else ""
+
+
 def _four_d(name: str, value: object, last: int) -> None:
     """Checks (pages, page_size, 1, last)."""
     if not isinstance(value, torch.Tensor):
@@ -331,7 +337,7 @@ def _four_d(name: str, value: object, last: int) -> None:
     checks.not_nested(name, value)
     shape = tuple(value.shape)
     if len(shape) != 4 or shape[2:] != (1, last):
-        hint = f"pass pool.view(-1, page_size, 1, {last})"
+        hint = _another_format(shape) or f"pass pool.view(-1, page_size, 1, {last})"
         checks.value_error(name, f"shape (pages, page_size, 1, {last})", shape, hint)
     checks.held(name, value)  # before views are made
 
@@ -396,6 +402,7 @@ def _flat_cache(
         shape = tuple(value.shape)
         if len(shape) not in (3, 4) or shape[-2:] != (1, extent):
             hint = f"pool.view(-1, 1, {extent}); the order is {', '.join(names)}"
+            hint = _another_format(shape) or hint
             checks.value_error(name, f"shape (slots, 1, {extent})", shape, hint)
         if len(shape) == 3:
             value = value.unflatten(0, (-1, _page_of(name, shape[0], paged)))

@@ -459,17 +459,27 @@ def _run_quantize(call: Quantize, ready: _Ready | None) -> tuple[QuantizedQuery,
     return _launch_quantize(q_nope, q_rope, out, ready.kernel), ready
 
 
+def _advice(name: str) -> str:
+    """What is told of a query's part that does not fit: other formats' queries never do."""
+    return f"{checks.ADVICE[name]}; only caches of format 'fp8' want queries quantised"
+
+
 def check_quantize(
     q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
 ) -> None:
     """The checks of ``quantize_q``."""
     checks.choice("granularity", granularity, GRANULARITIES)
     tokens = checks.query_tokens("q_nope", q_nope)
-    checks.tensor("q_nope", q_nope, checks.FLOATS, (*tokens, "num_heads", KV_LORA_RANK))
+    said = _advice("q_nope")
+    checks.tensor(
+        "q_nope", q_nope, checks.FLOATS, (*tokens, "num_heads", KV_LORA_RANK), advice=said
+    )
     rows = tuple(q_nope.shape[:-1])
     checks.query_rows(rows)
-    rope_shape = (*rows, QK_ROPE_HEAD_DIM)
-    checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape)
+    rope_shape, said = (*rows, QK_ROPE_HEAD_DIM), _advice("q_rope")
+    if q_rope is None:
+        checks.type_error("q_rope", "a torch.Tensor", "None", said)
+    checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape, advice=said)
     checks.together({"q_nope": q_nope, "q_rope": q_rope})
     if out is not None:
         expect_query("out", out)

@@ -35,8 +35,10 @@ def tensor(
         advice: what to change where the shape does not fit; empty: by the argument's name.
     """
     if not isinstance(value, torch.Tensor):
-        made = f"torch.as_tensor(..., dtype=torch.{dtype_name(dtypes[0])})"
-        type_error(name, "a torch.Tensor", type(value).__name__, f"build it once with {made}")
+        hint = f"build it once with torch.as_tensor(..., dtype=torch.{dtype_name(dtypes[0])})"
+        if type(value).__name__ == "PagedKVCache":  # which is made of what is here
+            hint = "snapmla.fetch_dequant reads a cache's tokens into tensors"
+        type_error(name, "a torch.Tensor", type(value).__name__, hint)
     not_nested(name, value)
     if value.layout is not torch.strided:
         got = f"layout {str(value.layout).removeprefix('torch.')}"

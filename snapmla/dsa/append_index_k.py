@@ -118,7 +118,8 @@ def _places(call: Append, _: object) -> calls.Groups:
 def check_tokens(call: Append) -> None:
     """Checks keys, slots, angles, the norm and options."""
     device, k = call.cache.device, call.k
-    checks.tensor("k", k, checks.FLOATS, ("n", INDEX_DIM), device)
+    hint = f"an index key has {INDEX_DIM} channels; latents go to snapmla.append_kv"
+    checks.tensor("k", k, checks.FLOATS, ("n", INDEX_DIM), device, hint)
     slots = call.slot_mapping
     checks.tensor("slot_mapping", slots, tuple(INDEX_NAMES), (k.shape[0],), device)
     checks.contiguous("slot_mapping", slots)

@@ -161,7 +161,10 @@ def indexer_k_quant_and_cache(
     if isinstance(slot_mapping, Tensor) and isinstance(k, Tensor) and slot_mapping.ndim == 1:
         slot_mapping = slot_mapping[: k.shape[0]]
     scale = "ue8m0" if kv_cache_dtype == "ue8m0" else "free"
-    append_index_k(kv_cache, k, slot_mapping, scale=scale)
+    try:
+        append_index_k(kv_cache, k, slot_mapping, scale=scale)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, {"cache": "kv_cache"}) from None
 
 
 def cp_gather_indexer_k_quant_cache(
@@ -192,7 +195,11 @@ def cp_gather_indexer_k_quant_cache(
     checks.contiguous("dst_scale", dst_scale)
     checks.tensor("block_table", block_table, _INT32, ("b", "width"), dst_k.device)
     out = dst_k.view(checks.FP8), launch.regular(dst_scale).view(torch.float32).view(n)
-    fetch_index_k(kv_cache, block_table, cu_seqlens=cu_seq_lens, out=out)
+    try:
+        fetch_index_k(kv_cache, block_table, cu_seqlens=cu_seq_lens, out=out)
+    except (TypeError, ValueError) as error:
+        names = {"cache": "kv_cache", "cu_seqlens": "cu_seq_lens", "out[0]": "dst_k"}
+        raise checks.renamed(error, {**names, "out[1]": "dst_scale"}) from None
 
 
 # ---------------------------------------------------------------------------- what they share

@@ -24,7 +24,10 @@ MAX_TOKENS = 2**31 - 2**16  # of all sequences: the kernel's int32, with room fo
 MAX_HEADS = 2**16
 MAX_WORK = 2**31 - 1  # row tiles times heads
 DEFAULT_D_V = 128  # that ``workspace_size`` takes where it is not told
-_CHANNELS = "channels of q and k are 192 (128 and 64 of RoPE), 128, or 256 (192 and 64)"
+_CHANNELS = (
+    "channels of q and k are 192 (128 and 64 of RoPE), 128, or 256 (192 and 64); "
+    "latents are decode's"
+)
 
 
 class Mha(NamedTuple):

@@ -10,9 +10,11 @@ import torch
 from torch import distributed
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from snapmla import attention, checks, quant, tracing
-from snapmla.cache import PagedKVCache
+from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DecodePlan
+from snapmla.decode_plan.witness import Witness, check_witness
 from snapmla.errors import SnapMLAError
 from snapmla.parallel.exchange import METHODS, Arena, Collectives, Rows, make_exchange
 from snapmla.parallel.plan import Buffers, ContextPlan, Lengths, Query, scratch_of
@@ -243,10 +245,12 @@ class ContextGroup:
         return Rows(tokens, self.size, self.own_heads, self.transport)
 
     def _kind(self, cache_dtype: str | torch.dtype) -> str:
-        name = checks.format_named(checks.cache_dtype(cache_dtype))
-        if name not in ("fp8", "bf16"):
-            checks.value_error("cache_dtype", "'fp8' or torch.bfloat16", cache_dtype)
-        return name
+        record = FORMATS.get(cache_dtype) if isinstance(cache_dtype, str) else None
+        if record is None or not record.named:  # else it is none of ours
+            name = checks.format_named(checks.cache_dtype(cache_dtype))
+            if name in ("fp8", "bf16"):
+                return name
+        checks.value_error("cache_dtype", "'fp8' or torch.bfloat16", cache_dtype)
 
     def plan_decode(
         self,
@@ -360,6 +364,7 @@ class ContextGroup:
         empty_lse: str = "-inf",
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of all ranks' tokens for this rank's heads: ``snapmla.decode`` and an exchange.
 
@@ -378,13 +383,15 @@ class ContextGroup:
             empty_lse: LSE of a row that sees no token on any rank, ``-inf`` or ``+inf``.
             out: bfloat16 or float32 (*tokens, own_heads, 512), contiguous; None allocates bfloat16.
             lse: float32 (b, own_heads, s_q) or (own_heads, total_q), contiguous; None allocates.
+            cu_seqlens_q: a witness of ragged queries, as of ``snapmla.decode``: int32 (b + 1,),
+                this step's own offsets.  Query tokens that the plan knows otherwise get NaN.
 
         Returns:
             (out, lse) of this rank's heads: rank r has heads r * own_heads to (r + 1) * own_heads.
 
         Raises:
-            TypeError, ValueError: naming the argument.  Queries, results and plan are checked
-                before anything is sent, the cache's arguments behind the gather of queries.
+            TypeError, ValueError: naming the argument.  Queries, results, plan and the cache's
+                format are checked before anything is sent, its other arguments behind the gather.
             SnapMLAError: a collective failed, or took longer than the group's timeout.
 
         Source: as ``snapmla.decode`` and ``merge_states``.
@@ -392,7 +399,7 @@ class ContextGroup:
         if tracing.by_dynamo():
             return tracing.between_graphs(
                 self.decode, q_nope, q_rope, cache, block_table, plan, softmax_scale=softmax_scale,
-                empty_lse=empty_lse, out=out, lse=lse,
+                empty_lse=empty_lse, out=out, lse=lse, cu_seqlens_q=cu_seqlens_q,
             )  # fmt: skip
         if not isinstance(plan, ContextPlan) or plan.group is not self:
             got = "another group's" if isinstance(plan, ContextPlan) else type(plan).__name__
@@ -402,6 +409,12 @@ class ContextGroup:
         self._check_query(q_nope, q_rope, plan.tokens)
         out, lse = self._results(plan.tokens, q_nope.device, out, lse)
         checks.apart("out", out, {"q_nope": q_nope, "q_rope": q_rope})
+        check_witness(plan.plan, Witness.of(cu_seqlens_q, None), "row_seqlens")
+        expect_cache(cache)
+        if cache.format != plan.plan.cache_dtype:
+            wanted = f"one of format {plan.plan.cache_dtype!r}, as plan"
+            hint = "ContextGroup.plan_decode(cache_dtype=) is 'fp8' or torch.bfloat16"
+            checks.value_error("cache", wanted, repr(cache.format), hint)
         if not math.prod(plan.tokens):
             return out, lse
         plan._expect_fresh()
@@ -410,6 +423,7 @@ class ContextGroup:
         attention.decode(
             query, cache, block_table, plan.cache_seqlens, softmax_scale=softmax_scale,
             plan=plan.plan, empty_lse=empty_lse, out=buffers.part, lse=buffers.part_lse,
+            cu_seqlens_q=cu_seqlens_q, row_seqlens=plan.row_seqlens,
         )  # fmt: skip
         buffers.exchange(buffers.part, buffers.part_lse, out, lse)
         return out, lse
@@ -419,6 +433,8 @@ class ContextGroup:
         said = f"this rank's {heads} of {self.num_heads} heads, or a group of heads='replicated'"
         if self.heads != "gathered":
             said = f"all {heads} heads, or a group of heads='gathered'"
+        if isinstance(q_nope, Tensor) and q_nope.shape[-2:-1] == (heads,):
+            said = ""  # it is not the heads
         checks.tensor("q_nope", q_nope, _BF16, (*tokens, heads, KV_LORA_RANK), advice=said)
         shape = (*tokens, heads, QK_ROPE_HEAD_DIM)
         checks.tensor("q_rope", q_rope, _BF16, shape, q_nope.device, said)

@@ -220,6 +220,9 @@ def check_shapes(call: Call) -> None:
         checks.value_error("q", f"1 to {MAX_HEADS} heads", heads)
     if s_q > MAX_TOKENS:
         checks.value_error("q", f"at most {MAX_TOKENS} tokens", s_q)
+    if isinstance(kv, Tensor) and kv.dtype in (checks.FP8, torch.uint8, torch.int8):
+        hint = "of a cache's bytes snapmla.fetch_dequant makes rows; or give a PagedKVCache"
+        checks.type_error("kv", "dtype bfloat16", checks.dtype_name(kv.dtype), hint)
     checks.tensor("kv", kv, _BF16, ("s_kv", 1, d_qk), device)
     checks.tensor("indices", indices, (torch.int32,), (s_q, 1, "topk"), device)
     if not 1 <= indices.shape[2] <= MAX_TOPK:

@@ -29,6 +29,7 @@ _HINTS = {
     "bf16": "give its rows as kv, (tokens, 1, 576)",
     "f16": "the kernels read BF16 rows or the FP8 cache",
 }
+_OTHERS = "snapmla.decode(indices=) reads its tokens, each query token as a sequence of its own"
 
 
 def plan_sparse_prefill(
@@ -92,8 +93,9 @@ def prefill_from_fp8(
     expect_cache(cache)
     if cache.format != DEFAULT:
         checks.value_error(
-            "kv", "an FP8 cache", f"one of {cache.format}", _HINTS.get(cache.format, "")
-        )
+            "kv", f"a cache of format {DEFAULT!r}", f"one of {cache.format!r}",
+            _HINTS.get(cache.format, _OTHERS),
+        )  # fmt: skip
     if not isinstance(q, QuantizedQuery):
         hint = "an FP8 cache wants quantize_q's query"
         checks.type_error("q", "a snapmla.QuantizedQuery", type(q).__name__, hint)

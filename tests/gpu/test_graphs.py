@@ -203,6 +203,47 @@ def test_stale_plan_is_caught_on_the_gpu() -> None:
     step.assert_right("updated")
 
 
+def test_a_witness_is_read_at_each_replay() -> None:
+    """Offsets that are rewritten in place, and no ``update_``: rows that do not stand are NaN."""
+    lengths = torch.tensor([300, 40, 65], dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=DEVICE)
+    cache = snapmla.PagedKVCache.allocate(15, PAGE, device=DEVICE)
+    rows = torch.randn(15 * PAGE, 576, device=DEVICE).bfloat16()
+    slots = torch.arange(15 * PAGE, device=DEVICE)
+    snapmla.append_kv(cache, rows[:, :512], rows[:, 512:], slots)
+    table = torch.arange(15, dtype=torch.int32, device=DEVICE).view(3, 5)
+    x = torch.randn(6, 16, 576, device=DEVICE).bfloat16()
+    q = snapmla.quantize_q(x[..., :512], x[..., 512:])
+    plan = snapmla.plan_decode(
+        lengths, 16, cu_seqlens_q=offsets, total_q=6, page_size=PAGE, max_pages=5
+    )
+    out = torch.empty(6, 16, 512, dtype=torch.bfloat16, device=DEVICE)
+    lse = torch.empty(16, 6, device=DEVICE)
+
+    def run() -> None:
+        snapmla.decode(
+            q, cache, table, lengths, softmax_scale=SCALE, plan=plan, out=out, lse=lse,
+            cu_seqlens_q=offsets,
+        )  # fmt: skip
+
+    run()
+    want, want_lse = out.clone(), lse.clone()
+    assert want.isfinite().all() and want_lse.isfinite().all()
+    graph = capture(run)
+    for own, void in (((0, 1, 4, 6), 0), ((0, 3, 4, 6), 3), ((0, 1, 4, 6), 0)):
+        offsets.copy_(torch.tensor(own))
+        out.fill_(7.0), lse.fill_(7.0)
+        graph.replay()
+        # of the first two requests; those of the third one stand
+        assert out[:void].isnan().all() and lse[:, :void].isnan().all()
+        rest = 4 if void else 0  # tokens of a request that lost some may be NaN, too
+        assert torch.equal(out[rest:], want[rest:]) and torch.equal(
+            lse[:, rest:], want_lse[:, rest:]
+        )
+        between = out[void:rest]
+        assert torch.equal(between, want[void:rest]) or between.isnan().all()
+
+
 def allocations() -> tuple[int, ...]:
     stats = torch.cuda.memory_stats()
     names = ("allocation.all.allocated", "segment.all.allocated", "num_alloc_retries")

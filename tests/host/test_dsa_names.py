@@ -314,7 +314,7 @@ def test_what_vllms_names_refuse() -> None:
     }  # fmt: skip
     wrong: Wrong = [
         ("quant_block_size", lambda _: 64, "quant_block_size: expected one of 128, got 64"),
-        ("kv_cache", lambda c: c[:, :16], "cache: expected shape (pages, 64, 132)"),
+        ("kv_cache", lambda c: c[:, :16], "kv_cache: expected shape (pages, 64, 132)"),
         ("slot_mapping", lambda s: s[:2], "slot_mapping: expected shape (3,)"),
     ]
     refused(vllm_names.indexer_k_quant_and_cache, key, wrong)

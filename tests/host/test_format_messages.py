@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 import snapmla
 from dsl_kernels.families.formats import FORMATS
-from snapmla import PagedKVCache, dsa, flash_mla
+from snapmla import PagedKVCache, dsa, flash_mla, flash_mla_fp8
+from snapmla.dsa import vllm_names
 
 PAGES, PAGE, HEADS = 2, 64, 8
 BYTES = {name: each for name, each in FORMATS.items() if each.named}
@@ -306,3 +308,163 @@ def test_a_sparse_plan_calls_its_lengths_topk_length() -> None:
         text = said(lambda: cached.get(ones, 1, topk=64, row_lengths=rows))
         assert text.startswith("row_lengths: expected shape")
         cached.get(ones, 1, topk=64, row_lengths=rows[:, :1].contiguous())
+
+
+# ---------------------------------------------------------------- what takes no cache
+
+
+SHARED = torch.tensor([0, 3], dtype=I32)  # one sequence of three tokens
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cache_in_the_place_of_a_tensor(name: str) -> None:
+    """Its tokens have to be read out of it."""
+    cache: Any = cache_of(name)
+    q, lse = torch.zeros(3, 4, 192, dtype=BF16), torch.zeros(4, 3)
+    for call in (
+        lambda: snapmla.mha_prefill(q, cache, cache, SHARED, SHARED, 3, 3),
+        lambda: snapmla.merge_state(cache, lse, cache, lse),
+        lambda: snapmla.merge_states([cache, cache], [lse, lse]),
+        lambda: snapmla.quantize_q(cache, cache),
+    ):
+        text = said(call, TypeError)
+        assert text.endswith("(snapmla.fetch_dequant reads a cache's tokens into tensors)"), text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_latents_are_no_heads_and_no_results(name: str) -> None:
+    """Latents in ``mha_prefill``, a format's content and bytes in a merge."""
+    fmt = FORMATS[name]
+    latent, lse = torch.zeros(3, 4, fmt.channels, dtype=BF16), torch.zeros(4, 3)
+    content = latent[..., : fmt.content.count]
+    text = said(lambda: snapmla.mha_prefill(latent, latent, content, SHARED, SHARED, 3, 3))
+    assert text.startswith("q: expected shape (tokens, heads, 192 or 128 or 256), got ")
+    assert "latents are decode's" in text
+    q = torch.zeros(3, 4, 192, dtype=BF16)
+    text = said(lambda: snapmla.mha_prefill(q, latent, content, SHARED, SHARED, 3, 3))
+    assert text.startswith("k_nope: expected shape (tokens, heads, 192), got ")
+    if fmt.named:
+        pool: Any = pool_of(name).view(PAGES, PAGE, -1)
+        text = said(lambda: snapmla.merge_state(pool, lse, pool, lse), TypeError)
+        assert text.startswith("out_a: expected dtype bfloat16 or float32, got uint8")
+    if content.shape[-1] != 512:
+        text = said(lambda: snapmla.merge_states([content, content], [lse, lse]))
+        assert text.startswith("outs[0]: expected shape (total, h, 512), got (3, 4, ")
+        whole = latent.new_zeros(3, 4, 512)
+        text = said(lambda: snapmla.merge_state(whole, lse, whole, lse, out=content))
+        assert text.startswith("out: expected shape (3, 4, 512), got (3, 4, ")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_queries_that_are_not_quantised(name: str, rotate: bool) -> None:
+    """Parts of another format's queries: who wants queries quantised is named."""
+    fmt = FORMATS[name]
+    cut, q = fmt.content.count, torch.zeros(3, 4, fmt.channels, dtype=BF16)
+    if (cut, fmt.rope_channels) == (512, 64):
+        return
+
+    def quantised(*parts: Any) -> str:
+        error = TypeError if parts[1] is None else ValueError
+        if not rotate:
+            return said(lambda: snapmla.quantize_q(*parts), error)
+        at, angles = torch.zeros(3, dtype=torch.long), torch.zeros(8, 64, dtype=BF16)
+        return said(lambda: snapmla.rope_quantize_q(*parts, at, angles), error)
+
+    texts = [quantised(q[..., :cut], q[..., cut:])]
+    if not fmt.rope_channels:
+        texts.append(quantised(q[..., :cut], None))
+    for text in texts:
+        assert text.startswith(("q_nope: expected shape (", "q_rope: expected "))
+        assert names_in(text) == {"fp8"} and "want queries quantised" in text
+
+
+# ---------------------------------------------------------------- prefill, plans, SnapMLA's names
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "fp8"])
+def test_a_prefill_over_a_cache_of_another_format(name: str) -> None:
+    q = torch.zeros(3, HEADS, 576, dtype=BF16)
+    indices, cache = torch.zeros(3, 1, 64, dtype=I32), cache_of(name)
+    for query in (q, snapmla.quantize_q(q[..., :512], q[..., 512:])):
+        text = said(lambda query=query: snapmla.sparse_prefill(query, cache, indices, 1.0))
+        assert text.startswith(f"kv: expected a cache of format 'fp8', got one of '{name}' (")
+        wanted = {"fp8_ds_mla": "fetch_dequant", "bf16": "its rows as kv", "f16": "BF16 rows"}
+        assert wanted.get(name, "snapmla.decode(indices=) reads its tokens") in text
+    if FORMATS[name].named:
+        pool: Any = pool_of(name).view(-1, 1, FORMATS[name].token_bytes)
+        for rows in (pool, pool.view(torch.int8), pool.view(torch.float8_e4m3fn)):
+            text = said(lambda r=rows: snapmla.sparse_prefill(q, r, indices, 1.0), TypeError)
+            assert text.startswith("kv: expected dtype bfloat16, got ") and "fetch_dequant" in text
+
+
+def dtype_of(name: str) -> Any:
+    return {"bf16": BF16, "f16": torch.float16}.get(name, name)
+
+
+def test_a_plan_of_another_caches_format() -> None:
+    lengths, table = torch.ones(1, dtype=I32), torch.zeros(1, 2, dtype=I32)
+    shape: dict[str, Any] = {"page_size": PAGE, "max_pages": 2}
+    plans = {
+        name: snapmla.plan_decode(lengths, HEADS, 1, cache_dtype=dtype_of(name), **shape)
+        for name in FORMATS
+    }
+    told = lambda name: repr(dtype_of(name)) if isinstance(dtype_of(name), str) else dtype_of(name)
+    for name, given in itertools.permutations(FORMATS, 2):
+        cache, fmt = cache_of(name), FORMATS[name]
+        q: Any = torch.zeros(1, 1, HEADS, fmt.channels, dtype=cache.dtype if fmt.rows else BF16)
+        if fmt.quantized_query:
+            q = snapmla.quantize_q(q[..., :512], q[..., 512:])
+        options = {"softmax_scale": 1.0, "plan": plans[given]}
+        decode = functools.partial(snapmla.decode, q, cache, table, lengths, **options)
+        text = said(decode)
+        assert text.startswith(
+            f"plan: expected one made with cache_dtype={told(name)}, got {told(given)} ("
+        )
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_pool_of_another_format_under_snapmlas_names(name: str) -> None:
+    pool, lengths = pool_of(name), torch.ones(1, dtype=I32)
+    q = torch.zeros(1, 1, HEADS, 576, dtype=BF16)
+    nope, rope, scale = flash_mla_fp8.quantize_ckv_per_token_head(q, 512)
+    metadata = flash_mla_fp8.get_mla_metadata(lengths, HEADS, 1)
+    factors, slots = torch.ones(PAGES, PAGE, 1, 1), torch.arange(3)
+    for call in (
+        lambda: flash_mla_fp8.flash_mla_ckv_fp8_per_token(
+            nope, rope, pool, pool, scale, factors, torch.zeros(1, 2, dtype=I32), lengths, 512,
+            *metadata,
+        ),
+        lambda: flash_mla_fp8.quantize_and_cache_k(
+            torch.zeros(3, 1, 576, dtype=BF16), pool, factors, pool, slots, 512
+        ),
+        lambda: flash_mla_fp8.dequantize_ckv_fused_indexed(pool, pool, factors, slots),
+    ):  # fmt: skip
+        text = said(call)
+        assert re.match(r"k_(cache_lora|lora_cache|lora): expected shape \(", text)
+        width = FORMATS[name].token_bytes
+        alike = {n for n, each in BYTES.items() if each.token_bytes == width}
+        assert names_in(text) == alike and f"has {width} bytes a token" in text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_latents_under_vllms_names_of_the_indexers_cache(name: str) -> None:
+    """Arguments are called as vLLM calls them."""
+    pool: Any = pool_of(name).squeeze(2) if FORMATS[name].named else cache_of(name).content
+    table, slots = torch.zeros(1, 2, dtype=I32), torch.arange(3)
+    keys, latents = (torch.zeros(3, n, dtype=BF16) for n in (128, FORMATS[name].channels))
+    into = torch.zeros(3, 128).to(torch.float8_e4m3fn), torch.zeros(3, 1)
+    index = torch.zeros(4, 64, 132, dtype=torch.uint8)
+    for error, call in (
+        ((TypeError, ValueError), lambda: vllm_names.indexer_k_quant_and_cache(
+            keys, pool, slots, 128, "ue8m0")),
+        ((TypeError, ValueError), lambda: vllm_names.cp_gather_indexer_k_quant_cache(
+            pool, *into, table, SHARED)),
+        (TypeError, lambda: vllm_names.indexer_k_quant_and_cache(
+            keys, cache_of(name), slots, 128, "ue8m0")),
+    ):  # fmt: skip
+        text = said(call, error)  # type: ignore[arg-type]
+        assert text.startswith("kv_cache: expected ")
+        assert "pages, 64, 132" in text or "dtype uint8" in text
+    text = said(lambda: vllm_names.indexer_k_quant_and_cache(latents, index, slots, 128, "ue8m0"))
+    assert text.startswith("k: expected shape (n, 128), got (3, ") and "snapmla.append_kv" in text

@@ -132,6 +132,26 @@ def test_logits_beyond_what_fp32_tells_apart() -> None:
     assert out[far].isnan().all() and lse[:, far].isnan().all()
 
 
+@pytest.mark.whole_matrix  # its kernel is not of the test set
+def test_logits_beyond_what_fp16_holds() -> None:
+    """Right below 2^24 in log2 units; from there on a row is NaN, LSE too, never an infinity."""
+    scale, far = 2.0**9, [3, 5, 6, 7]
+    sizes = torch.tensor([1.0, 200.0, 256.0, 300.0, -200.0, -512.0, 6e4, -6e4])
+    n, rows = len(sizes), offsets((len(sizes),))
+    q, k, v = torch.zeros(n, 1, 128), torch.full((n, 1, 128), 64.0), torch.zeros(n, 1, 128)
+    q[:, 0, 0], k[5], v[:, 0] = sizes, 80.0, torch.arange(n)[:, None]
+    out, lse = mha_prefill(
+        q.half(), k.half(), v.half(), rows, rows, n, n, causal=False, softmax_scale=scale
+    )
+    largest = torch.where(sizes > 0, 80.0, 64.0) * sizes * scale
+    right = (largest * 1.4427).abs() < 2**24
+    assert (~right).nonzero().flatten().tolist() == far
+    assert torch.allclose(lse[0, right], largest[right], rtol=1e-6, atol=4.0)
+    mean = (v.sum(0) - 5.0) / (n - 1)
+    assert (out[:3] == 5.0).all() and torch.allclose(out[4].float(), mean, rtol=2e-3)
+    assert out[far].isnan().all() and lse[:, far].isnan().all()
+
+
 def test_flash_attention_names(truth: Truth) -> None:
     call, out, lse = truth
     common = dict(

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 import snapmla
+from dsl_kernels.families.formats import FORMATS
 from snapmla import SnapMLAError
 from snapmla.parallel import ContextGroup
 from snapmla.parallel.sharding import Sharding
@@ -343,6 +346,95 @@ def test_the_grid(ranks: int, tmp_path: Path) -> None:
     for i, case in enumerate(CASES):
         print(case)
         print("\n".join(context_job.judge(case, ranks, [part[i] for part in parts])))
+
+
+# ---------------------------------------------------------------- plans that are stale
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    distributed.init_process_group(
+        "gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1, timeout=timedelta(minutes=5)
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+RAGGED = Case((7, 4, 6), 4, 16, s_q=None, counts=(1, 3, 2))
+
+
+@needs_compiler
+@needs_ranks
+def test_a_plan_is_compared_with_the_calls_offsets_and_the_steps_limits(alone: None) -> None:
+    """Rows of another request are NaN; what each query token sees is the ``ContextPlan``'s."""
+    step = context_job.Step(RAGGED, 0, 1, "cpu")
+    group = step.group("all_to_all", torch.bfloat16)
+    plan = step.plan(group)
+    given: list[Any] = [*step.queries(group), step.cache, step.table]
+    assert plan.row_seqlens is not None and plan.row_seqlens.tolist() == [7, 2, 3, 4, 5, 6]
+    plan.row_seqlens[4] = 0
+    moved = ints(0, 3, 4, 6)
+    out, lse = group.decode(*given, plan, softmax_scale=SCALE, cu_seqlens_q=moved)
+    assert out[:3].isnan().all() and lse[:, :3].isnan().all()
+    assert not out[4].any() and torch.isneginf(lse[:, 4]).all()
+    assert out[5].isfinite().all() and out[5].any(-1).all() and lse[:, 5].isfinite().all()
+    even = group.plan_decode(step.lengths, 2, page_size=PAGE, max_pages=1)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: expected None: the plan is for s_q = 2"):
+        queries = (t.view(3, 2, *t.shape[1:]) for t in given[:2])
+        group.decode(*queries, *given[2:], even, softmax_scale=SCALE, cu_seqlens_q=moved)
+
+
+@needs_compiler
+@needs_ranks
+def test_a_plan_that_is_stale_is_told(alone: None) -> None:
+    """With ``check_stale``: whole lengths, and offsets, that were rewritten without ``update_``."""
+    step = context_job.Step(replace(RAGGED, options={"check_stale": True}), 0, 1, "cpu")
+    group = step.group("all_to_all", torch.bfloat16)
+    plan = step.plan(group)
+    given: list[Any] = [*step.queries(group), step.cache, step.table]
+    assert step.cu is not None
+    old = r"(?s)plan: .*lengths it was last updated for.*in sequence 1 \(4 -> 5\)"
+    for tensor, at, words in ((step.lengths, 1, old), (step.cu, 1, "cu_seqlens_q")):
+        tensor[at] += 1
+        with pytest.raises(ValueError, match=words):
+            group.decode(*given, plan, softmax_scale=SCALE)
+        tensor[at] -= 1
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        group.decode(*given, plan, softmax_scale=SCALE, cu_seqlens_q=ints(0, 2, 4, 6))
+
+
+@needs_compiler
+@needs_ranks
+def test_caches_and_queries_of_other_formats(alone: None) -> None:
+    """What does not fit is said of the caller's own arguments, before anything is sent."""
+    group, lengths, table = ContextGroup(num_heads=8), ints(1), ints(0, 1).view(1, 2)
+    shape: dict[str, Any] = {"page_size": PAGE, "max_pages": 2}
+    named = {"bf16": torch.bfloat16, "f16": torch.float16}
+    plans = {
+        name: group.plan_decode(lengths, 1, cache_dtype=named.get(name, name), **shape)
+        for name in ("fp8", "bf16")
+    }
+    joint = torch.zeros(1, 1, 8, 576, dtype=torch.bfloat16)
+    for name, record in FORMATS.items():
+        dtype: Any = named.get(name, name)
+        if name not in plans:
+            with pytest.raises(ValueError, match=r"^cache_dtype: expected 'fp8' or torch.bfloat16"):
+                group.plan_decode(lengths, 1, cache_dtype=dtype, **shape)
+        cache = snapmla.PagedKVCache.allocate(2, PAGE, device="cpu", dtype=dtype)
+        for planned, plan in plans.items():
+            if planned != name:
+                words = f"^cache: expected one of format '{planned}', as plan, got '{name}' "
+                with pytest.raises(ValueError, match=words):
+                    group.decode(
+                        joint[..., :512], joint[..., 512:], cache, table, plan, softmax_scale=SCALE
+                    )
+        cut, rope = record.content.count, record.rope_channels
+        if (cut, rope) != (512, 64):
+            parts = joint[..., :cut], joint[..., cut : cut + rope]
+            with pytest.raises(ValueError, match=r"^q_(nope|rope): .*joint\[\.\.\., ") as caught:
+                group.decode(*parts, cache, table, plans["fp8"], softmax_scale=SCALE)
+            assert "heads" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- without ranks

@@ -7,6 +7,7 @@ run is profiles/results/sglang-contract.md).  The rest never skips.
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -23,6 +24,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import snapmla
 from snapmla import runtime
 from snapmla.integrations import findings
 from snapmla.integrations import sglang as plugin
@@ -267,6 +269,93 @@ def test_layers_and_calls_that_are_refused() -> None:
     refuse.arguments({"attn_sink": None})
     with pytest.raises(ValueError, match="attn_sink, topk_indices is not served"):
         refuse.arguments({"topk_indices": 1, "attn_sink": 1, "cos_sin_cache": None})
+
+
+# ---------------------------------------------------------------------------------------- a step
+
+
+class Base:
+    """A class of SGLang's."""
+
+
+class Mode:
+    """A ForwardMode: a plain extend, or a decode."""
+
+    def __init__(self, extend: bool) -> None:
+        self.is_extend_without_speculative = lambda: extend
+        self.is_target_verify = self.is_draft_extend_v2 = lambda: False
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Our backend of a draft model, over the names of SGLang that it imports, without SGLang."""
+    runtime_context = {
+        "get_spec": lambda: types.SimpleNamespace(speculative_num_draft_tokens=None),
+        "get_exec": lambda: types.SimpleNamespace(
+            deterministic=types.SimpleNamespace(enable_deterministic_inference=False)
+        ),
+        "get_parallel": lambda: types.SimpleNamespace(attn_tp_size=1),
+    }
+    contents: dict[str, dict[str, Any]] = {
+        "sglang.srt.constants": {"GPU_MEMORY_TYPE_KV_CACHE": "kv"},
+        "sglang.srt.layers.attention.attention_registry": {"ATTENTION_BACKENDS": {}},
+        "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": Base},
+        "sglang.srt.mem_cache.memory_pool": {
+            "KVWriteLoc": Base, "MLATokenToKVPool": Base, "unwrap_write_loc": None,
+        },
+        "sglang.srt.model_executor.forward_batch_info": {
+            "ForwardMode": Mode, "build_inner_fb_view": None,
+        },
+        "sglang.srt.runtime_context": runtime_context,
+    }  # fmt: skip
+    for name, content in contents.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    ours = ("backend", "pool")
+    for part in ours:
+        monkeypatch.delitem(sys.modules, f"{plugin.__name__}.{part}", raising=False)
+    found = importlib.import_module(f"{plugin.__name__}.backend")
+    pool = found.SnapMLATokenToKVPool()
+    pool.cache_of = lambda layer: f"cache of {layer}"
+    runner = types.SimpleNamespace(
+        token_to_kv_pool=pool, dtype=torch.bfloat16, kv_index_translator=None,
+        req_to_token_pool=types.SimpleNamespace(req_to_token=torch.arange(3 * 128).view(3, 128)),
+        model_config=types.SimpleNamespace(num_attention_heads=4),
+    )  # fmt: skip
+    yield found.SnapMLABackend(runner, draft_step=0)
+    for part in ours:
+        sys.modules.pop(f"{plugin.__name__}.{part}", None)
+        vars(plugin).pop(part, None)
+
+
+@needs_compiler
+def test_a_step_is_compared_with_its_own_offsets(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an extend's query tokens begin reaches the decode; of an even step nothing does."""
+    seen: list[dict[str, Any]] = []
+
+    def decode(*given: Any, **named: Any) -> Any:
+        seen.append(named)
+        return torch.zeros(*given[0].nope.shape), None
+
+    monkeypatch.setattr(snapmla.attention, "decode", decode)
+    layer = types.SimpleNamespace(
+        layer_id=1, tp_q_head_num=4, scaling=0.1, v_head_dim=512, logit_cap=0.0,
+        sliding_window_size=-1, is_cross_attention=False,
+    )  # fmt: skip
+    for extend, tokens in ((True, 6), (False, 3)):
+        batch = types.SimpleNamespace(
+            batch_size=3, forward_mode=Mode(extend), seq_lens=torch.tensor([70, 40, 65]),
+            extend_seq_lens=torch.tensor([1, 3, 2]), req_pool_indices=torch.tensor([2, 0, 1]),
+        )  # fmt: skip
+        backend.init_forward_metadata(batch)
+        call = backend.forward_extend if extend else backend.forward_decode
+        call(torch.zeros(tokens, 4 * 576), None, None, layer, batch)
+    ragged, even = (named["cu_seqlens_q"] for named in seen)
+    assert ragged.dtype == torch.int32 and ragged.tolist() == [0, 1, 4, 6]
+    assert even is None and [named["plan"].s_q for named in seen] == [None, 1]
 
 
 # ------------------------------------------------------------------------- register and the check

@@ -11,13 +11,15 @@ import ast
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from snapmla.integrations.transformers import surface
+import snapmla
+from snapmla.integrations.transformers import attention, surface
 from snapmla.integrations.transformers.pool import Pool
 from tests.support import ROOT, fetch_transformers
 from tests.support.needs import needs_compiler
@@ -180,6 +182,39 @@ def test_nothing_of_transformers_is_imported_before_it_is_asked_for() -> None:
     tree = ast.parse((HOME / "__init__.py").read_text())
     top = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
     assert all("snapmla" not in each for each in top)
+
+
+# ------------------------------------------------------------------------------------- a layer
+
+
+@needs_compiler
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_step_is_compared_with_what_its_tokens_see(
+    monkeypatch: pytest.MonkeyPatch, new: int
+) -> None:
+    """The pool's limits of the step reach the decode; of one query token a sequence there are
+    none."""
+    pool, seen = new_pool(), list[Any]()
+
+    def decode(*given: Any, **named: Any) -> Any:
+        seen.append((given, named))
+        return torch.zeros(2, new, 16, 512), None
+
+    monkeypatch.setattr(snapmla, "decode", decode)
+    module = types.SimpleNamespace(
+        kv_b_proj=types.SimpleNamespace(weight=torch.zeros(16 * 24, 512)), qk_nope_head_dim=16
+    )
+    key = torch.zeros(2, 1, new, 512)
+    setattr(key, attention.TAG, types.SimpleNamespace(pool=pool, cache=None))
+    pool.begin(new, padded((0, 1), new))
+    made, _ = attention.attention(
+        module, torch.zeros(2, 16, new, 80), key, torch.zeros(2, 1, new, 64), None, scaling=0.1
+    )
+    assert made.shape == (2, new, 16, 8)
+    [(given, named)] = seen
+    assert given[3] is pool.lengths and named["plan"] is pool.plan()
+    limits = named["row_seqlens"]
+    assert limits is None if new == 1 else limits.tolist() == [[1, 2], [0, 1]]
 
 
 # ---------------------------------------------------------------------------------------- the pool

@@ -8,6 +8,7 @@ skips.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import enum
 import importlib
 import importlib.metadata
@@ -25,6 +26,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import snapmla
 from snapmla import env, runtime
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import __main__ as commands
@@ -383,6 +385,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )  # fmt: skip
     mla = types.ModuleType(MLA)
     mla.__dict__.update({name: type(name, (Generic,), {}) for name in bases})
+    mla.MLACommonDecodeMetadata = dataclasses.make_dataclass(  # type: ignore[attr-defined]
+        "MLACommonDecodeMetadata", ["block_table", "seq_lens", "dcp_tot_seq_lens"]
+    )
     mla.__dict__.update(MLAAttention=MLAAttention, QueryLenSupport=types.SimpleNamespace(VARLEN=1))
     attention = types.SimpleNamespace(mla_attention=mla)
     contents: dict[str, dict[str, Any]] = {
@@ -436,6 +441,88 @@ def test_the_impl_looks_at_its_layer_and_model(
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: sparse)
     with pytest.raises(ValueError, match="index_topk = 8"):
         make()
+
+
+class Steps:
+    """A builder and a layer's impl of ours over three requests in pages of their own."""
+
+    LENGTHS = (7, 4, 6)
+
+    def __init__(self, backend: Any, monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> None:
+        found = {
+            "q_data_type": torch.bfloat16, "num_heads": 4 // ranks, "page_size": 64,
+            "dcp_world_size": ranks, "cp_kv_cache_interleave_size": 1,
+        }  # fmt: skip
+        for name, value in found.items():
+            monkeypatch.setattr(backend.SnapMLAMetadataBuilder, name, value, raising=False)
+        config = configuration({"a": MLAAttention()})
+        self.builder = backend.SnapMLAMetadataBuilder(None, ["a"], config, torch.device("cpu"))
+        ours = (1, 576, 1.0, 1, None, None, "snapmla", None, "decoder", None)
+        self.impl = backend.SnapMLAImpl(*ours)
+        self.impl.scale = 0.1
+        self.cache = snapmla.PagedKVCache.allocate(3, 64, device="cpu")
+        self.cache.content_u8.random_(0x28, 0x40)
+        self.cache.rope.normal_()
+        self.cache.scale.fill_(1.0)
+        self.impl._cache = lambda _: self.cache
+        self.table = torch.arange(3, dtype=torch.int32).view(3, 1)
+        self.lengths = torch.tensor(self.LENGTHS, dtype=torch.int32)
+
+    def built(self, offsets: torch.Tensor, whole: torch.Tensor | None = None) -> Any:
+        """vLLM's metadata, as its builder asks us for the part of requests that decode."""
+        decode = self.builder._build_decode(
+            block_table_tensor=self.table, seq_lens_device=self.lengths,
+            query_start_loc_cpu=offsets.clone(), query_start_loc_device=offsets,
+            num_decode_tokens=int(offsets[-1]), dcp_tot_seq_lens_device=whole,
+        )  # fmt: skip
+        return types.SimpleNamespace(decode=decode)
+
+    def run(self, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        q = torch.randn(6, 4, 576).bfloat16().split([512, 64], -1)
+        return self.impl.forward_mqa(q, None, step, MLAAttention())
+
+
+@needs_compiler
+def test_a_step_is_compared_with_the_batchs_own_offsets(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM rewrites them in place; rows that are another request's by now are NaN."""
+    steps = Steps(backend, monkeypatch)
+    offsets = torch.tensor([0, 1, 4, 6], dtype=torch.int32)
+    step = steps.built(offsets)
+    offsets.copy_(torch.tensor([0, 3, 4, 6]))
+    out, lse = steps.run(step)
+    assert out[:3].isnan().all() and lse[:3].isnan().all()
+    assert out[4:].isfinite().all() and out[4:].any(-1).all() and lse[4:].isfinite().all()
+
+
+@needs_compiler
+def test_drafts_over_shards_see_what_the_step_says(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits of each query token are the step's, in the memory that a graph of it reads."""
+    rank = types.SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(backend, "get_dcp_group", lambda: rank)
+    own = lambda seen, ranks, at, turn: (seen + ranks - 1 - at) // ranks
+    monkeypatch.setattr(backend, "get_dcp_local_seq_lens", own)
+    steps = Steps(backend, monkeypatch, ranks=2)
+    whole, offsets = 2 * steps.lengths, torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    steps.builder._pin = True
+    captured = steps.built(offsets, whole).decode.row_seqlens
+    steps.builder._pin = False
+    assert captured.tolist() == [[7, 7], [4, 4], [6, 6]]
+    step = steps.built(offsets, whole - 1)
+    limits = step.decode.row_seqlens
+    assert limits.data_ptr() == captured.data_ptr()
+    assert limits.tolist() == [[6, 7], [3, 4], [5, 6]]
+    limits[1] = 0  # in the step, not in the plan
+    out, lse = steps.run(step)
+    assert not out[2:4].any() and torch.isneginf(lse[2:4]).all()
+    rest = [0, 1, 4, 5]
+    assert out[rest].any(-1).all() and lse[rest].isfinite().all()
+    uneven = steps.built(torch.tensor([0, 1, 4, 6], dtype=torch.int32), whole).decode
+    assert uneven.row_seqlens.tolist() == [7, 3, 4, 4, 6, 6]
 
 
 def test_the_selector_is_told_what_to_use_instead(backend: Any) -> None:

@@ -124,11 +124,12 @@ class SnapMLABackend(mla.MLACommonBackend):
 @dataclass
 class SnapMLADecodeMetadata(mla.MLACommonDecodeMetadata):
     """Of the requests that decode: their plan, and their query tokens each (None: they differ, and
-    ``cu_seqlens_q`` says where they begin)."""
+    ``cu_seqlens_q`` says where they begin); of drafts over shards how many tokens each one sees."""
 
     plan: DecodePlan
     s_q: int | None
     cu_seqlens_q: torch.Tensor | None = None
+    row_seqlens: torch.Tensor | None = None
 
 
 @dataclass
@@ -165,6 +166,7 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
             self.use_pcp = True
             invariant.serve(device)
         self._pin = False
+        self._limits_of_graphs: dict[torch.Size, torch.Tensor] = {}
         self.plans = plan_cache.PlanCache(
             self.num_heads * self.dcp_world_size,  # decode gathers the heads of all ranks
             page_size=self.page_size,
@@ -173,7 +175,7 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SnapMLAMetadata:
-        """The graph will read the plan's tables: they keep their place."""
+        """The graph will read the plan's tables and its limits: they keep their place."""
         self._pin = True
         try:
             return super().build_for_cudagraph_capture(common_attn_metadata)
@@ -199,13 +201,14 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
             limits = self._local_limits(
                 dcp_tot_seq_lens_device, query_start_loc_device, num_decode_tokens
             )
+            limits = self._kept(limits.view(b, longest) if even else limits)
         plan = self.plans.get(
             seq_lens_device,
             longest if even else None,
             max_pages=width,
             cu_seqlens_q=None if even else query_start_loc_device,
             total_q=None if even else num_decode_tokens,
-            row_seqlens=limits if limits is None or not even else limits.view(b, longest),
+            row_seqlens=limits,
             pin=self._pin,
         )
         return SnapMLADecodeMetadata(
@@ -215,7 +218,15 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
             plan=plan,
             s_q=longest if even else None,
             cu_seqlens_q=None if even else query_start_loc_device,
+            row_seqlens=limits,
         )
+
+    def _kept(self, limits: torch.Tensor) -> torch.Tensor:
+        """The same limits, in the memory that a graph of this shape reads, if one was captured."""
+        if self._pin:
+            self._limits_of_graphs.setdefault(limits.shape, limits)
+        kept = self._limits_of_graphs.get(limits.shape)
+        return limits if kept is None else kept.copy_(limits)
 
     def _local_limits(
         self, total: torch.Tensor, query_start: torch.Tensor, tokens: int
@@ -320,7 +331,7 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         out, lse = attention.decode(
             quant.quantize_q(*parts), self._cache(kv_c_and_k_pe_cache), step.block_table,
             step.seq_lens, softmax_scale=self.scale, plan=step.plan,
-            cu_seqlens_q=step.cu_seqlens_q,
+            cu_seqlens_q=step.cu_seqlens_q, row_seqlens=step.row_seqlens,
         )  # fmt: skip
         if step.s_q is None:
             return out, lse.mT.contiguous()
