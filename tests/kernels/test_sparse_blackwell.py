@@ -83,7 +83,9 @@ def test_each_named_token_is_copied_once_a_row_block(
         return read(self, address, nbytes, what)
 
     content, rope, scale = job.planes
-    scales = {x.data_ptr() for x in scale.flatten()}
+    scales = {
+        scale[token // page_size, token % page_size].data_ptr() for token in range(scale.numel())
+    }
     monkeypatch.setattr(memory.GlobalMemory, "read", counted)
     assert job.errors(job.run(kernel)).right
     pool, blocks = scale.numel(), -(-heads // spec.row_tile)
@@ -124,7 +126,7 @@ def none(ins: Instr) -> str:
 
 
 LOADS, WS, ROLE = "sm100/sparse_loads.py", "sm100/fp8_ws.py", "sm100/softmax_role.py"
-PROMOTION = "sm100/promotion.py"
+GATHER, PROMOTION = "common/gather.py", "sm100/promotion.py"
 # Bug: opcode, (file, text of its line, behind which text), what stands there, kind of hazard.
 BUGS: dict[str, tuple[str, tuple[str, ...], Callable[[Instr], str], str]] = {
     "the announcer has no proxy fence": (
@@ -138,7 +140,7 @@ BUGS: dict[str, tuple[str, tuple[str, ...], Callable[[Instr], str], str]] = {
         "mbarrier.try_wait", (LOADS, "k_pipe.consumer_wait"), granted, "read-before-complete",
     ),
     "rows and scales arrive before their copies": (
-        "cp.async.mbarrier.arrive", (LOADS, "arrive_landed(", "self._copy("), arrives_at_once,
+        "cp.async.mbarrier.arrive", (GATHER, "arrive_landed(", "self._copy("), arrives_at_once,
         "read-before-complete",
     ),
     "P is stored before P.V has read what was there": (
@@ -195,7 +197,7 @@ def test_q_s_stage_is_waited_for(waits: bool) -> None:
         program, "mbarrier.try_wait", place(LOADS, "landed.wait_full", "def wait_q")
     )
     _, last = mutate.matching(
-        program, "cp.async.mbarrier.arrive", place(LOADS, "arrive_landed(", "def _fill_ring")
+        program, "cp.async.mbarrier.arrive", place(GATHER, "arrive_landed(", "def _fill")
     )
     changes = {last.pc: LATE} if waits else {last.pc: LATE, wait.pc: granted(wait)}
     job = SparseJob(spec, SparseShape(5, 64, (*12 * (0,), 64), 64, parts=1))
