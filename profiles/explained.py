@@ -50,7 +50,8 @@ EXPLAINED_OF = {
     # the last chain's wait stands before products that the compiler puts behind the last wait of
     # all; the second group's fence behind the first's, which orders both accumulators
     "*_decode_mix8_*": (
-        *CONVERTED, "1 x wgmma.wait_group.sync.aligned 1 in mix8.py",
+        *CONVERTED,
+        "1 x wgmma.wait_group.sync.aligned 1 in mix8.py",
         "1 x wgmma.fence.sync.aligned in mix8.py",
     ),
     # a wait that ends a phase, whose votes nobody needs: a card's checker asks for it

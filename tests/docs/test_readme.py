@@ -87,7 +87,9 @@ def test_figures_come_from_the_table() -> None:
 
 def test_the_lower_ratio_stands_first() -> None:
     """Of rows alone and in turn, from the table of rows alone that the README links."""
-    name = re.search(r"in turn, \d+ shapes \(\[table\]\(profiles/results/([\w-]+)\.md\)", README)
+    name = re.search(
+        r"in\s+turn, \d+ shapes\s+\(\[table\]\(profiles/results/([\w-]+)\.md\)", README
+    )
     assert name is not None
     report = json.loads((ROOT / f"profiles/results/{name[1]}.json").read_text())
     rows = {(r["shape"], r["backend"]): r for r in report["rows"] if r.get("alone_us")}
