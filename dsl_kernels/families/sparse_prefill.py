@@ -20,8 +20,6 @@ AXES = (
     Axis("lists", "", ("one", "split"), "one", named=False),
     # two: content and RoPE of queries are a tensor each, as decode may be given them
     Axis("query", "q", ("one", "two"), "one", named=False),
-    # lines: partial rows of 64 heads by way of shared memory, built when it is asked for
-    Axis("stores", "", ("pairs", "lines"), "pairs", named=False),
 )
 
 EVERYDAY = (
@@ -46,8 +44,6 @@ def _module(arch: str, values: Values) -> str | None:
         return None
     indexer, split = values["figures"] == "indexer", values["lists"] == "split"
     if indexer and split:
-        return None
-    if values["stores"] == "lines" and not (split and values["row_tile"] == 64):
         return None
     if values["query"] == "two":
         apart = values["d_qk"] == 576 and not indexer

@@ -64,7 +64,7 @@ def form_of(spec: VariantSpec) -> type[GatheredForm]:
     """The class of the form of ``spec``."""
     if spec.row_tile <= FEW_ROWS:
         return FewHeads
-    return ManyLines if spec.stores == "lines" else ManyHeads
+    return ManyLines if spec.lists == "split" else ManyHeads
 
 
 def budget(spec: VariantSpec) -> bud.Budget:

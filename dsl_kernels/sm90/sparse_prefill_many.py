@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
 from ..common.barriers import warps_meet
-from ..common.epilogue import Woven, store_run, store_woven
+from ..common.epilogue import Woven, store_woven
 from ..common.rounding import fma
 from ..common.smem import array
 from ..common.types import BF16, U32
@@ -261,18 +261,12 @@ class ManyHeads(GatheredForm, ManyRows):
                 acc[v], acc[v + 1] = acc[v] * inverse, acc[v + 1] * inverse
                 runs[8 * j] = cute.make_tensor(acc.iterator + v, cute.make_layout(2))
             place = place_of(gmem, item.query, head, half * HALF)
-            if const_expr(out.element_type is Float32):  # pairs as they are: swaps would spill
-                target = out.iterator + cute.assume(place + 2 * quad, divby=2)
-                if head < gmem.heads:
-                    for c in runs:
-                        store_run(target, c, runs[c])
-            else:
-                target = out.iterator + (place + woven.offset(out.element_type))
-                store_woven(target, 0, runs, head < gmem.heads, woven)
+            target = out.iterator + (place + woven.offset(out.element_type))
+            store_woven(target, 0, runs, head < gmem.heads, woven)
 
 
 class ManyLines(ManyHeads):
-    """The same where lists are split, partial rows stored as whole lines (line_stores.py).
+    """The same where lists are split: fp32 partial rows, stored as whole lines (line_stores.py).
 
     Shared memory has another 8192 bytes, ``lines``, a line group of each P.V warp.
     """

@@ -257,24 +257,42 @@ def test_the_reference_is_torchs() -> None:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("shape", [(2, 64, 130, 64), (1, 96, 200, 128), (1, 3, 70, 64)], ids=str)
-def test_partial_rows_by_whole_lines(shape: tuple[int, int, int, int]) -> None:
-    """Query tokens, heads, entries, entries of a piece; the bits of pairs, and nothing beside."""
+@pytest.mark.parametrize("row_tile", [64, 16])
+def test_a_partial_row_is_a_row_of_its_piece(
+    row_tile: int, shape: tuple[int, int, int, int]
+) -> None:
+    """Query tokens, heads, entries, entries of a piece: partial rows, rounded, have the bits of the
+    rows of one query token a piece whose list is the piece; nothing is written behind them."""
     s_q, heads, topk, width = shape
-    found: list[dict[str, torch.Tensor]] = []
-    for name in (
-        "sparse_prefill_r64_d576_split_sm90a",
-        "sparse_prefill_r64_d576_split_lines_sm90a",
-    ):
-        spec, kernel = kernel_of(name)
-        torch.manual_seed(1)
-        given = PrefillJob.draw(spec, s_q, heads, 300, topk, spread=3.0).arguments()
-        given |= split_arguments(s_q, heads, topk, width)
-        with using(CHECKED):
-            kernel(*(given[x] for x in kernel.names.arguments))
-        found.append(given)
-    for x in ("o_accum", "lse_accum", "out", "lse"):
-        assert found[0][x].isfinite().any()
-        assert torch.equal(found[1][x].nan_to_num(7.0), found[0][x].nan_to_num(7.0)), x
+    pieces = -(-topk // width)
+    spec, split = kernel_of(f"sparse_prefill_r{row_tile}_d576_split_sm90a")
+    whole_spec, whole = kernel_of(f"sparse_prefill_r{row_tile}_d576_sm90a")
+    torch.manual_seed(1)
+    given = PrefillJob.draw(spec, s_q, heads, 300, topk, spread=3.0).arguments()
+    given |= split_arguments(s_q, heads, topk, width)
+    rows = torch.full((s_q * pieces + 1, heads, 512), math.nan)
+    given["o_accum"] = rows[:-1]
+    with using(CHECKED):
+        split(*(given[x] for x in split.names.arguments))
+    assert rows[-1].isnan().all()
+
+    alone = PrefillJob.draw(whole_spec, s_q * pieces, heads, 300, width).arguments()
+    padded = torch.full((s_q, pieces * width), -1, dtype=torch.int32)
+    padded[:, :topk] = given["indices"].view(s_q, topk)
+    lengths = given["topk_length"]
+    if len(lengths):
+        inside = torch.arange(pieces * width) < lengths[:, None]
+        padded[~inside] = -1
+    alone |= {
+        "q": given["q"].repeat_interleave(pieces, 0), "kv": given["kv"],
+        "indices": padded.view_as(alone["indices"]),
+        "topk_length": torch.zeros(0, dtype=torch.int32),
+        "attn_sink": torch.zeros(0), "softmax_scale": given["softmax_scale"],
+    }  # fmt: skip
+    with using(CHECKED):
+        whole(*(alone[x] for x in whole.names.arguments))
+    assert rows[:-1].isfinite().all()
+    assert torch.equal(rows[:-1].bfloat16(), alone["out"])
 
 
 def split_arguments(s_q: int, heads: int, topk: int, width: int) -> dict[str, Any]:
