@@ -343,6 +343,7 @@ class Mha:
     """Dense prefill, its list of work included."""
 
     tensors: mha_cost.Problem
+    split_keys: bool = False
 
     @classmethod
     def draw(cls, shape: mha_cost.Shape, _: Sizes, device: torch.device) -> Mha:
@@ -350,16 +351,23 @@ class Mha:
         torch.manual_seed(0)
         return cls(mha_cost.Problem.draw(shape, device))
 
+    @classmethod
+    def split(cls, shape: mha_cost.Shape, _: Sizes, device: torch.device) -> Mha:
+        """The same, keys cut into pieces and merged."""
+        torch.manual_seed(0)
+        return cls(mha_cost.Problem.draw(shape, device), split_keys=True)
+
     def side(self, package: Any, witness: bool = False) -> Side:
         mha, given = importlib.import_module(f"{package.__name__}.mha"), self.tensors
         shape, out, lse = given.shape, torch.empty_like(given.out), torch.empty_like(given.lse)
-        words = mha.workspace_size(len(given.q), len(shape.lq))
+        more = (out.shape[1], sum(shape.lk)) if self.split_keys else ()
+        words = mha.workspace_size(len(given.q), len(shape.lq), *more)
         work = torch.empty(words, dtype=torch.int32, device=out.device)
 
         def call() -> Any:
             return mha.mha_prefill(
                 given.q, given.k, given.v, given.cu_q, given.cu_k, max(shape.lq), max(shape.lk),
-                causal=shape.causal, out=out, lse=lse, workspace=work,
+                causal=shape.causal, split_keys=self.split_keys, out=out, lse=lse, workspace=work,
             )  # fmt: skip
 
         return Side([call], (out, lse))
@@ -464,6 +472,14 @@ _TOPK = [
     *(TopkRow(*shape) for shape in dsa_cost.ENGINE),
 ]
 _TINY_MHA = [mha_cost.even("1 x 6", 1, 6, 1, 192, causal, 1.0) for causal in (True, False)]
+_SPLIT = [
+    mha_cost.Shape(f"{b} x {s_q} / {s_k}", (s_q,) * b, (s_k,) * b, heads, 192, True, 1.0)
+    for b, s_q, s_k, heads in (
+        (1, 128, 4096, 16), (1, 128, 32768, 16), (1, 512, 32768, 16), (8, 128, 16384, 16),
+        (1, 128, 32768, 128), (1, 2048, 32768, 16),
+    )
+]  # fmt: skip
+_TINY_SPLIT = [mha_cost.Shape("1 x 3 / 2048", (3,), (2048,), 1, 192, True, 1.0)]
 _TINY_PREFILL = [sparse_prefill_cost.Shape(1, 80, 16, 64, 1.0, 512)]
 _TINY_RAGGED = DecodeShape(2, 40, 2, 2, ragged_q=True)
 TABLES = {
@@ -486,6 +502,9 @@ TABLES = {
     ),
     "mha": Table("Dense prefill, full", Mha.draw, _mha(False), _mha(False, _TINY_MHA)),
     "mha_causal": Table("Dense prefill, causal", Mha.draw, _mha(True), _mha(True, _TINY_MHA)),
+    "mha_split": Table(
+        "Dense prefill, split keys, causal", Mha.split, _mha(True, _SPLIT), _mha(True, _TINY_SPLIT)
+    ),
     "topk": Table("Top-k", Topk.draw, _labelled(_TOPK), _labelled([TopkRow(2, 200)])),
     "prefill": Table(
         "Sparse prefill", Prefill.draw,
