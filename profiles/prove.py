@@ -68,14 +68,17 @@ ASKED = (
     "record_decode_mix16_r16_obf16_kvfp8_v41_planar_sm90a",
     "record_decode_mix16_r64_obf16_sm90a", "sparse_decode_mix16_r16_obf16_kvfp8_nope_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_planar_sm90a",
-    "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a",
+    "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a", "sparse_decode_mix8_r64_obf16_sm90a",
 )  # fmt: skip
 # Likewise of SM100: kernels that wait for a card's clock, under as few schedules as its others.
 ASKED_BLACKWELL = (
     "sparse_decode_ws_r64_obf16_gather4_sm100a", "mha_fwd_d192_dbf16_turns_sm100a",
 )  # fmt: skip
 # Of the matrix, studied beside the variant that stands for their kernel, which differs.
-BESIDE = ("mha_fwd_d128_df16_sm90a", "sparse_decode_mix16_r64_obf16_kvfp8_v4_sm90a")
+BESIDE = (
+    "mha_fwd_d128_df16_sm90a", "sparse_decode_mix16_r64_obf16_kvfp8_v4_sm90a",
+    "sparse_prefill_r64_d576_split_sm90a",
+)  # fmt: skip
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
 STAND_INS = ("select_topk",)
