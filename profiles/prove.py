@@ -182,7 +182,8 @@ def steps() -> list[Step]:
     studied = _families(chosen)
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     asked = [VariantSpec.from_name(name) for name in (*ASKED, *BESIDE)]
-    found += [_schedules(spec) for spec in asked] + [_mutants(spec) for spec in asked]
+    found += [_schedules(spec) for spec in asked if spec not in chosen]
+    found += [_mutants(spec) for spec in asked]
     waiting = [VariantSpec.from_name(name) for name in ASKED_BLACKWELL]
     found += [_schedules(spec, FEW) for spec in waiting] + [_mutants(spec) for spec in waiting]
     found += [_sample(name, k + 1, blackwell) for name in SAMPLES for k in range(SAMPLES[name][1])]
