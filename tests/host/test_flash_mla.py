@@ -209,8 +209,9 @@ def test_an_object_is_what_every_signature_gives() -> None:
         flash_mla.get_mla_metadata(cache_seqlens=lengths, is_fp8_kvcache=True),
         flash_mla.get_mla_metadata(lengths, 8, 1),
     ):
-        assert type(made[0]) is flash_mla.FlashMLASchedMeta and made[1] is None
-        assert made[0] == flash_mla.FlashMLASchedMeta()
+        assert isinstance(made[0], flash_mla.FlashMLASchedMeta) and made[1] is None
+        assert made[0] == flash_mla.FlashMLASchedMeta() == made[0]
+        assert made[0] != flash_mla.FlashMLASchedMeta(True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for again in (made[0], copy.copy(made[0]), copy.deepcopy(made[0])):
