@@ -66,7 +66,6 @@ EXPLAINED_OF = {
     "mha_fwd_*_turns_sm100a": (
         "6 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
         "bar.warp.sync in mha_parts.py",
-        "bar.warp.sync in mha_hidden.py",
         "self.loads.found.wait_full",
         "# one lane hands P over for all",
         "# one lane frees O for all",

@@ -70,7 +70,7 @@ ASKED = (
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_planar_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a", "sparse_decode_mix8_r64_obf16_sm90a",
 )  # fmt: skip
-# Likewise of SM100: kernels that wait for a card's clock, under as few schedules as its others.
+# Likewise of SM100: kernels that wait for a card's clock.
 ASKED_BLACKWELL = (
     "sparse_decode_ws_r64_obf16_gather4_sm100a", "mha_fwd_d192_dbf16_turns_sm100a",
 )  # fmt: skip
@@ -170,7 +170,7 @@ def steps() -> list[Step]:
     variant_key.cache_clear()
     hopper, blackwell = (matrix.default_specs(arch) for arch in ("sm_90a", "sm_100a"))
     every = [*hopper, *blackwell]
-    # kernels of one source for both architectures are studied on one; of SM100's, schedules of few
+    # of kernels of one source for both architectures one variant an op is studied on SM100, too
     own = [spec for spec in blackwell if not one_source(spec)]
     found = [_build(group) for group in _families(every)]
     found += [_variant(spec) for spec in every]
@@ -178,14 +178,15 @@ def steps() -> list[Step]:
     chosen = [spec for spec in chosen if spec.op not in STAND_INS]
     found += [_schedules(spec) for spec in chosen]
     found += [_schedules(spec, FEW) for spec in own if spec not in chosen]
-    found += [_schedules(spec) for spec in twins(blackwell)]
+    shared = twins(blackwell)
+    found += [_schedules(spec) for spec in shared] + [_mutants(spec) for spec in shared]
     studied = _families(chosen)
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     asked = [VariantSpec.from_name(name) for name in (*ASKED, *BESIDE)]
     found += [_schedules(spec) for spec in asked if spec not in chosen]
     found += [_mutants(spec) for spec in asked]
     waiting = [VariantSpec.from_name(name) for name in ASKED_BLACKWELL]
-    found += [_schedules(spec, FEW) for spec in waiting] + [_mutants(spec) for spec in waiting]
+    found += [_schedules(spec) for spec in waiting] + [_mutants(spec) for spec in waiting]
     found += [_sample(name, k + 1, blackwell) for name in SAMPLES for k in range(SAMPLES[name][1])]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
@@ -249,7 +250,7 @@ def _schedules(spec: VariantSpec, count: int = SCHEDULES) -> Step:
 
 def _mutants(spec: VariantSpec) -> Step:
     own = [text for glob, text in EXPLAINED_OF.items() if fnmatch.fnmatchcase(spec.name, glob)]
-    usual = EXPLAINED if spec.arch == "sm_90a" else EXPLAINED_SM100
+    usual = EXPLAINED if spec.arch == "sm_90a" or one_source(spec) else EXPLAINED_SM100
     texts = (*usual, *itertools.chain.from_iterable(own))
     explained = [word for text in texts for word in ("--explained", text)]
     return _on_objects("mutants", spec, ("-m", "snapmla.testing", "mutate", spec.name, *explained))

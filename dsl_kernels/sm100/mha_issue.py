@@ -26,11 +26,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from .. import compat
 from ..common.barriers import Ring
 from ..common.smem import array
 from ..common.types import BF16
 from ..mha_list import ROWS
-from ..sm90.mha_hidden import CONSUMER_WARPS, whole_tiles
+from ..sm90.mha_hidden import CONSUMER_WARPS, SLOTS, Hidden, whole_tiles
 from ..sm90.mha_parts import STAGES, Loads, has_tail
 from ..smxx.mha_items import key_tiles
 from . import umma
@@ -48,6 +49,20 @@ COMMIT = {"MMA commit": 1}
 S_AT, O_AT, P_AT, ALLOCATED = 0, TURNS * TILE, TILE // 2, 512
 
 
+class Hidden100(Hidden):
+    """SM90's, whose reads of verdicts need no barrier of their own.
+
+    The next verdict in such a slot is told four notes later.  By then every reading warp has met
+    elsewhere: the producer in ``choose``, softmax and issuer as they read the note behind a pause,
+    whose work tile has keys, so that softmax's barrier and the issuer's commits lie in between.
+    """
+
+    @cute.jit
+    def _told(self, st, count):
+        word = self._verdicts(st)[cute.arch.lane_idx() % CONSUMER_WARPS, count % SLOTS]
+        return cute.arch.vote_any_sync(word != 0)
+
+
 class Loads100(Loads):
     """The producer's and the clearing warp's roles, and all barriers."""
 
@@ -56,6 +71,8 @@ class Loads100(Loads):
 
     def __init__(self, spec: VariantSpec):
         super().__init__(spec)
+        dtype = compat.dtype(spec.dtype)
+        self.hidden = Hidden100(self.notes.ring, dtype, self.d_v, self.tile)  # of the same fields
         self.s, self.o = Ring("s", TURNS, COMMIT), Ring("o", TURNS, COMMIT)
         self.p = Ring("p", TURNS, {"softmax": CONSUMER_WARPS // TURNS})
         self.ofree = Ring("ofree", 1, {"softmax": CONSUMER_WARPS})

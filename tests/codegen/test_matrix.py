@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def test_helper_axes_are_complete() -> None:
     index = 8 + 4 + logits  # select_topk; append_index_k, dsa_prologue, index_rows, fetch_index_k
     merging = 2 + 2 * 2 * 3 + 1  # merge; merge_states by dtypes and mode, and of 128 channels
     assert len(helpers) == 3 + merging + index + 3 * (2 + 2 + 4) + rotating + rows + ds_mla + v4
+
+
+# Of SM100: what decode over pages and its helpers have, and what sparse attention's step adds.
+OVER_PAGES = {
+    "decode": 16, "dense_decode": 16, "plan_decode": 1, "records_to_plan": 1, "plan_to_records": 1,
+    "merge": 2, "merge_states": 12, "append_kv": 25, "quantize_q": 10, "fetch_dequant": 26,
+}  # fmt: skip
+OF_LISTS = {
+    "sparse_decode": 2, "index_logits": 7, "select_topk": 8, "append_index_k": 1, "index_rows": 1,
+    "fetch_index_k": 1, "dsa_prologue": 1, "mha_items": 1, "merge_states": 1,
+}  # fmt: skip
+
+
+def test_what_a_step_over_lists_adds_to_sm100() -> None:
+    """At most 24 variants: each is compiled, audited and proved by everyone who changes kernels."""
+    assert sum(OF_LISTS.values()) <= 24
+    found = Counter(spec.op for spec in matrix.default_specs("sm_100a"))
+    assert found == Counter(OVER_PAGES) + Counter(OF_LISTS)
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
