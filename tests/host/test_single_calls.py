@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
@@ -27,9 +27,10 @@ scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function
 every_call = pytest.mark.parametrize("name", CALLS)
 # whose kernels take seconds here, and whose strides go the way of another row of the table
 COSTLY = {
-    "decode_bytes", "flash_attention_varlen", "flash_mla_records", "flash_mla_varlen",
-    "index_topk_ragged", "mha_whole_keys", "snapmla_names", "sparse_decode_bytes",
-    "sparse_prefill_fp8", "two_lists",
+    "context_group", "decode_bytes", "decode_witness", "flash_attention_varlen",
+    "flash_mla_records", "flash_mla_varlen",
+    "index_topk_ragged", "mha_whole_keys", "plan_cache", "snapmla_names",
+    "sparse_decode_apart", "sparse_decode_bytes", "sparse_prefill_fp8", "two_lists",
 }  # fmt: skip
 by_kernels = pytest.mark.parametrize(
     "name",
@@ -38,11 +39,14 @@ by_kernels = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Variants that other tests take, too."""
     monkeypatch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
     monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
     monkeypatch.setattr(scoring, "unit_of", lambda _: 2)
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 # ---------------------------------------------------------------- strides over extents of 1
@@ -199,6 +203,13 @@ def test_one_tensor_in_two_places(launches: Launches, name: str) -> None:
 
 
 WITH_PAIRS = {
+    "decode_witness": {
+        ("cache_seqlens", "row_seqlens"), ("planned_offsets", "cu_seqlens_q"),
+        ("planned_limits", "row_seqlens"), ("cache_seqlens", "planned_limits"),
+    },
+    "plan_cache": {("cache_seqlens", "row_seqlens")},
+    "context_group": {("planned_offsets", "cu_seqlens_q")},
+    "sparse_decode_apart": {("row_lengths", "row_seqlens")},
     "mha_prefill": {("cu_seqlens_q", "cu_seqlens_k")},
     "mha_whole_keys": {("q", "k_nope"), ("k_nope", "v"), ("cu_seqlens_q", "cu_seqlens_k")},
     "rope_append_kv": {("slot_mapping", "positions")},

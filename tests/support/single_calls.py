@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 import snapmla
 from snapmla import PagedKVCache, QuantizedQuery, dsa, flash_mla, flash_mla_fp8
 from snapmla.dsa import deep_gemm_names, vllm_names
 from snapmla.mha import flash_attention_names, flash_mla_names
+from snapmla.parallel import ContextGroup
 
 Tensors = dict[str, Tensor]
 Made = tuple[Callable[..., Any], Tensors]
@@ -231,6 +232,85 @@ def decode_bytes() -> Made:
     }  # fmt: skip
 
 
+def ragged() -> Tensors:
+    """Offsets and limits of one query token, those of a plan and a call's own."""
+    made = {"planned_offsets": numbers(0, 1), "planned_limits": numbers(TOKENS)}
+    return {**made, "cu_seqlens_q": numbers(0, 1), "row_seqlens": numbers(TOKENS)}
+
+
+def decode_witness() -> Made:
+    """Ragged queries, limits, and a witness of both."""
+
+    def call(
+        cu_seqlens_q: Tensor, row_seqlens: Tensor, out: Tensor, lse: Tensor, **t: Tensor
+    ) -> None:  # fmt: skip
+        plan = snapmla.plan_decode(
+            t["cache_seqlens"], 1, cu_seqlens_q=t["planned_offsets"], total_q=1, page_size=P,
+            max_pages=1, row_tile=16, row_seqlens=t["planned_limits"],
+        )  # fmt: skip
+        query = QuantizedQuery(*(t[n][0] for n in ("nope", "q_rope", "q_scale")))
+        snapmla.decode(
+            query, fp8_cache(t), t["block_table"], t["cache_seqlens"], softmax_scale=SCALE,
+            plan=plan, out=out, lse=lse, cu_seqlens_q=cu_seqlens_q, row_seqlens=row_seqlens,
+        )  # fmt: skip
+
+    return call, {**query(), **pages(), **step(), **ragged(), **results(1, 1, 512, lse=(1, 1))}
+
+
+def plan_cache() -> Made:
+    """A ``PlanCache`` that plans, and plans anew, a ragged step with limits."""
+    plans = snapmla.PlanCache(1, page_size=P, device="cpu", row_tile=16)
+
+    def call(out: Tensor, lse: Tensor, **t: Tensor) -> None:
+        plan = plans.get(
+            t["cache_seqlens"], max_pages=1, cu_seqlens_q=t["cu_seqlens_q"], total_q=1,
+            row_seqlens=t["row_seqlens"],
+        )  # fmt: skip
+        query = QuantizedQuery(*(t[n][0] for n in ("nope", "q_rope", "q_scale")))
+        snapmla.decode(
+            query, fp8_cache(t), t["block_table"], t["cache_seqlens"], softmax_scale=SCALE,
+            plan=plan, out=out, lse=lse,
+        )  # fmt: skip
+
+    own = {"cu_seqlens_q": numbers(0, 1), "row_seqlens": numbers(TOKENS)}
+    return call, {**query(), **pages(), **step(), **own, **results(1, 1, 512, lse=(1, 1))}
+
+
+def context_group() -> Made:
+    """A rank alone; its plan is made once and updated with each call's lengths and offsets."""
+    kept: list[tuple[Any, Any]] = []
+
+    def call(
+        cache_seqlens: Tensor, planned_offsets: Tensor, q_nope: Tensor, q_rope: Tensor,
+        block_table: Tensor, cu_seqlens_q: Tensor, out: Tensor, lse: Tensor, **t: Tensor,
+    ) -> None:  # fmt: skip
+        if not kept:
+            group = lone_group()
+            options: dict[str, Any] = {"page_size": P, "max_pages": 1, "row_tile": 16}
+            options |= {"cu_seqlens_q": planned_offsets, "total_q": 1}
+            kept.append((group, group.plan_decode(cache_seqlens, **options)))
+        group, plan = kept[0]
+        plan.update_(cache_seqlens, planned_offsets)
+        group.decode(
+            q_nope, q_rope, fp8_cache(t), block_table, plan, softmax_scale=SCALE, out=out, lse=lse,
+            cu_seqlens_q=cu_seqlens_q,
+        )  # fmt: skip
+
+    offsets = {"planned_offsets": numbers(0, 1), "cu_seqlens_q": numbers(0, 1)}
+    return call, {
+        "q_nope": normal(1, 1, 512), "q_rope": normal(1, 1, 64), **pages(), **step(), **offsets,
+        **results(1, 1, 512, lse=(1, 1)),
+    }  # fmt: skip
+
+
+def lone_group() -> Any:
+    """Context parallelism of this process alone; whoever asks ends the process group."""
+    if not distributed.is_initialized():
+        store = distributed.HashStore()
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return ContextGroup(num_heads=1, transport=BF16)
+
+
 def listed(topk: int = 1) -> Tensors:
     return {"indices": torch.full((1, 1, topk), 5, dtype=I32), "topk_length": numbers(1)}
 
@@ -265,6 +345,23 @@ def sparse_decode_bytes() -> Made:
 
     return call, {
         "q": normal(1, 1, 1, 576), "kv": pages("fp8_ds_mla")["kv"], **listed(),
+        "attn_sink": torch.zeros(1), **results(1, 1, 1, 512),
+    }  # fmt: skip
+
+
+def sparse_decode_apart() -> Made:
+    """Queries as two tensors, a witness of lengths of query tokens."""
+    plans = snapmla.SparsePlanCache(1, device="cpu", row_tile=16, cache_dtype="fp8_ds_mla")
+
+    def call(q_nope: Tensor, q_rope: Tensor, kv: Tensor, row_lengths: Tensor, **t: Tensor) -> None:
+        plan = plans.get(None, 1, topk=1, batch=1, row_lengths=row_lengths)
+        cache = PagedKVCache.from_tensors(kv, format="fp8_ds_mla")
+        snapmla.decode((q_nope, q_rope), cache, softmax_scale=SCALE, plan=plan, **t)
+
+    return call, {
+        "q_nope": normal(1, 1, 1, 512), "q_rope": normal(1, 1, 1, 64),
+        "kv": pages("fp8_ds_mla")["kv"], "indices": listed()["indices"],
+        "row_lengths": numbers(1).view(1, 1), "row_seqlens": numbers(1).view(1, 1),
         "attn_sink": torch.zeros(1), **results(1, 1, 1, 512),
     }  # fmt: skip
 
@@ -628,7 +725,8 @@ CALLS: dict[str, Callable[[], Made]] = {
         mha_prefill, mha_whole_keys, flash_mla_varlen, flash_attention_varlen, sparse_prefill,
         sparse_prefill_fp8, append_index_k, dsa_prologue, index_logits, index_topk,
         index_topk_ragged, select_topk, fetch_index_k, deep_gemm_paged, deep_gemm_prompt,
-        vllm_persistent, vllm_gather, vllm_append,
+        vllm_persistent, vllm_gather, vllm_append, decode_witness, plan_cache, context_group,
+        sparse_decode_apart,
     )
 } | {
     "vllm_decode": lambda: vllm_topk("seq_lens"),
