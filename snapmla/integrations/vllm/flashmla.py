@@ -116,14 +116,14 @@ class _Name:
         return self.theirs(*given, **named)
 
     def _first(self, told: Told, caller: Any) -> None:
-        """Logs the first call of a layer's class and format."""
-        layer, module = caller.f_locals.get("self"), caller.f_globals.get("__name__", "")
+        """Logs the first call of a layer's method and format."""
         what = self.what(told)
-        key = type(layer), module, what
+        key = caller.f_code, what
         if key in self._said:
             return
         self._said.add(key)
-        kind = module if layer is None else type(layer).__qualname__
+        layer = caller.f_locals.get("self")
+        kind = caller.f_globals.get("__name__") if layer is None else type(layer).__qualname__
         name = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
         _log.info("snapmla: %s%s: %s", kind, f" ({name})" if name else "", what)
 
