@@ -105,6 +105,7 @@
 #                              nvcc, as its indexer's peer compiles there; go on with it: a second
 #                              call on the same machine runs what is left, and
 #                              engine:sparse-deep,--timing,8x131072 one shape (32x32768 the other)
+#   engine:sparse-old-new,--old,DIR  steps of 27 layers with an older packed checkout and this one
 #   engine:sparse-why          which tensor of a request differs alone and in a batch
 #   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
 #                              attention (profiles.transformers_step ARG ARG...), where transformers

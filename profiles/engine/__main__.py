@@ -5,6 +5,7 @@ python -m profiles.engine accuracy|speed       run on a GPU, or go on; exit code
 python -m profiles.engine chunk                a chunk of prefill over a cached prefix
 python -m profiles.engine sparse               accuracy and speed of a DSA model of 4 layers
 python -m profiles.engine sparse-deep          steps of 27 layers (--timing BxTOKENS: of one shape)
+python -m profiles.engine sparse-old-new --old DIR   the same steps with an older packed checkout
 python -m profiles.engine sparse-why           what of a request differs alone and in a batch
 python -m profiles.engine gates                the acceptance, from the committed JSON
 """
@@ -22,13 +23,13 @@ from rich.console import Console
 from codegen.artifacts import ROOT, write_atomic
 from profiles.engine import bring as bringing
 from profiles.engine import chunk as chunks
-from profiles.engine import gates, study, why
+from profiles.engine import gates, old_new, study, why
 from profiles.engine.bring import RELEASE
 from profiles.engine.spec import SPARSE_TIMINGS
 
 WORK = ROOT / "build" / "engine"
 RESULTS = ROOT / "profiles" / "results" / "engine"
-DEEP = "sparse-deep"
+DEEP, OLD_NEW = "sparse-deep", "sparse-old-new"
 OF_TIMINGS = tuple(f"{DEEP}-{timing}" for timing in SPARSE_TIMINGS)  # of calls with --timing
 
 app = typer.Typer(add_completion=False, help="vLLM with the plugin (docs/integration.md).",
@@ -117,6 +118,18 @@ def sparse_deep(
     finish(part, {"speed": times} if times else {}, failed, out)
 
 
+@app.command("sparse-old-new")
+def sparse_old_new(
+    old: Annotated[Path, typer.Option(help="an older packed checkout")],
+    work: Work = WORK, out: Out = RESULTS,
+    limit: Annotated[float, typer.Option(help="seconds that one engine may take")] = 150.0,
+) -> None:  # fmt: skip
+    """Top-k and whole steps of a deep DSA model, an older checkout and this one in turn."""
+    study.prepare_sparse(work, study.LAYERS)
+    failed = old_new.run(work, old, limit)
+    finish(OLD_NEW, study.speed(work, old_new.cases(work)), failed, out)
+
+
 @app.command("sparse-why")
 def sparse_why(work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0) -> None:
     """Which tensor of a request first differs alone and in a batch, in batch-invariant mode."""
@@ -166,6 +179,9 @@ def report(out: Path) -> list[gates.Gate]:
             told = result[part]["data"]
             write_atomic(out / f"engine-{part}.md", pages.page(headed(result), told))
             found += pages.gates(told)
+    if turned := read(out, OLD_NEW):
+        page = old_new.page(headed({OLD_NEW: turned}), turned["data"])
+        write_atomic(out / "engine-sparse-old-new.md", page)
     for gate in found:
         console.print(f"{gate.verdict:13} {gate.name}: {gate.claim}")
         for figure in gate.figures:

@@ -6,6 +6,7 @@ graph, whose replays have other lists and lengths.  Results by FlashMLA's gates 
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -92,6 +93,8 @@ def test_the_first_call_of_a_step_is_captured() -> None:
         step.run(name, sink)  # as vLLM warms up: with an object of its own
         step.check()
         torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # as a capture begins: what is left then is what counts
         before, graph = outside_of_pools(), torch.cuda.CUDAGraph()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -99,7 +102,7 @@ def test_the_first_call_of_a_step_is_captured() -> None:
                 step.run(name, sink)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert outside_of_pools() == before
+        assert outside_of_pools() <= before
         for seed in (5, 9):
             step.fill(seed)
             graph.replay()
