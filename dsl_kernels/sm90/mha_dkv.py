@@ -305,7 +305,7 @@ class MhaDkv(Gradients):
             sees = cute.arch.make_warp_uniform(sees)
             nope.fill(0.0)
             sum_v.acc.fill(0.0)
-            if const_expr(self.shares):
+            if const_expr(self.shares):  # noqa: SIM102 (only this is at compile time)
                 if word % 2 == FIRST:
                     for v in cutlass.range_constexpr(NOPE // 2, self.d_qk // 2):
                         sum_k.acc[v] = Float32(0.0)
@@ -330,7 +330,7 @@ class MhaDkv(Gradients):
             key = m * ROWS + which * 64 + warp * 16 + lane // 4
             store_rows(dk, nope, scale, k0, s_k, head, key, NOPE)
             store_rows(dv, sum_v.acc, Float32(1.0), k0, s_k, head, key, D_V)
-            if const_expr(self.shares):
+            if const_expr(self.shares):  # noqa: SIM102 (only this is at compile time)
                 if word % 4 >= LAST:
                     self._store_parts(parts[0], sum_k.acc, scale, k0, s_k, word // 4, key)
             count += 1

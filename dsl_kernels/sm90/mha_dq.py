@@ -23,8 +23,9 @@ Numbers that are not finite.  A key that a row does not see has P and dS 0 there
 whatever S and dP are, and V enters nothing else; K enters dS K, and 0 times a NaN is NaN.  A NaN in
 a key that the last row of a work tile sees makes that row's LSE NaN, so the clearing warp looks for
 such keys only behind such an LSE, and only in tiles that some row does not see as a whole.  What it
-clears is lost to nobody: rows that see the key have a NaN in LSE or delta, and so in dS.  Keys of
-infinities whose logits are all -inf leave no trace in an LSE: rows that do not see them may get NaN.
+clears is lost to nobody: rows that see the key have a NaN in LSE or delta, and so in dS.  A key
+of infinities whose logits are all -inf leaves no trace in an LSE: rows that do not see it may get
+NaN.
 
 A row's gradient is one sum over its keys, in an order of its own sequence alone: bits are the same
 in any batch and on any number of SMs.
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat

@@ -1,4 +1,4 @@
-"""Backward of dense MHA at the level of the ABI: fp64 autograd, rounding mimic, calls of its kernels.
+"""Backward of dense MHA at the level of the ABI: fp64 autograd, rounding mimic, calls of kernels.
 
 The mimic rounds what the kernels round: O and LSE that they are given, P and dS as operands of the
 sums, results.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.mha_grads import PAD, rope_groups, stats_blocks
-from dsl_kernels.mha_list import ROWS, most_tiles, workspace_words
+from dsl_kernels.mha_list import most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 from snapmla.testing.mha_job import (
@@ -52,8 +52,8 @@ def _scores(q: Tensor, k: Tensor, job: MhaJob) -> Tensor:
     group = q.shape[1] // k.shape[1]
     s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * job.scale
     if job.causal:
-        row = torch.arange(len(q))[:, None] + (len(k) - len(q))
-        s = s.masked_fill(torch.arange(len(k))[None] > row, -math.inf)
+        row = torch.arange(len(q), device=q.device)[:, None] + (len(k) - len(q))
+        s = s.masked_fill(torch.arange(len(k), device=q.device)[None] > row, -math.inf)
     return s
 
 
@@ -132,12 +132,10 @@ class GradJob:
         out, lse = mha_reference(*given, forward.scale, forward.causal)
         t = sum(forward.lq)
         out[t:], lse[:, t:] = behind, behind
-        dout = torch.randn(len(q), q.shape[1], v.shape[-1] + 8)
-        dlse = torch.randn(lse.shape) if lse_too else None
+        dout = torch.randn(len(q), q.shape[1], v.shape[-1] + 8, device=q.device)
+        dlse = torch.randn(lse.shape, device=q.device) if lse_too else None
         dout[t:] = behind
-        return cls(
-            forward, out.to(q.dtype), lse.float(), dout.to(q.dtype)[..., 8:], dlse, together
-        )
+        return cls(forward, out.to(q.dtype), lse.float(), dout.to(q.dtype)[..., 8:], dlse, together)
 
     def with_forward(self, forward: MhaJob) -> GradJob:
         """Of other inputs, the same dO."""
@@ -162,7 +160,7 @@ class GradJob:
                 sums.append((s.logsumexp(-1) * self.dlse[:, rows].double()).sum())
         if not sums:
             return self._named([torch.zeros_like(x) for x in leaves])
-        return self._named(list(torch.autograd.grad(sum(sums), leaves)))
+        return self._named(list(torch.autograd.grad(torch.stack(sums).sum(), leaves)))
 
     def mimic(self) -> Grads:
         """fp64 but for what the kernels round."""
@@ -215,14 +213,15 @@ class GradJob:
                        metrics.one_minus_cosine(mine, want))  # fmt: skip
             for into, figure in zip(made, figures):
                 into[name] = figure
-        return GradErrors(*made, beside)
+        return GradErrors(made[0], made[1], made[2], made[3], made[4], beside)
 
     # ---------------------------------------------------------------- calls
 
     def stats(self) -> Tensor:
         """NaN, as large as a call's must be."""
         t, h, _ = self.forward.q.shape
-        return torch.full((h, stats_blocks(t, len(self.forward.lq)), PAD, 2), math.nan)
+        shape = (h, stats_blocks(t, len(self.forward.lq)), PAD, 2)
+        return torch.full(shape, math.nan, device=self.out.device)
 
     def want_stats(self) -> Tensor:
         """fp64 of what mha_delta leaves, NaN where it leaves nothing."""
@@ -234,7 +233,8 @@ class GradJob:
             delta = delta - self.dlse
         for i, s_q in enumerate(job.lq):
             at = (q0 + PAD * i) // PAD * PAD
-            flat[:, at : at + -(-s_q // PAD) * PAD] = torch.tensor([math.inf, 0.0]).double()
+            end = at + -(-s_q // PAD) * PAD
+            flat[:, at:end, 0], flat[:, at:end, 1] = math.inf, 0.0
             flat[:, at : at + s_q, 0] = lse[:, q0 : q0 + s_q]
             flat[:, at : at + s_q, 1] = delta[:, q0 : q0 + s_q]
             q0 += s_q
@@ -244,23 +244,29 @@ class GradJob:
         """Arguments of ``mha_delta``."""
         job = self.forward
         dlse = self.lse[:0] if self.dlse is None else self.dlse
+        tables = self._tables(work_of(job.lq, job.lk, job.causal, len(job.q)))
+        del tables["cu_seqlens_k"]
         return {
-            "out": self.out, "dout": self.dout, "lse": self.lse, "dlse": dlse,
-            "cu_seqlens_q": offsets(job.lq), "work": work_of(job.lq, job.lk, job.causal, len(job.q)),
+            "out": self.out, "dout": self.dout, "lse": self.lse, "dlse": dlse, **tables,
             "stats": self.stats(), "tiles": max(1, most_tiles(len(job.q), len(job.lq))),
         }  # fmt: skip
+
+    def _tables(self, work: Tensor) -> dict[str, Tensor]:
+        job, device = self.forward, self.out.device
+        lengths = {"cu_seqlens_q": offsets(job.lq), "cu_seqlens_k": offsets(job.lk)}
+        return {name: x.to(device) for name, x in {**lengths, "work": work}.items()}
 
     def _shared(self, stats: Tensor) -> dict[str, Any]:
         job = self.forward
         return {
             "q": job.q, **dict(zip(("k_nope", "k_rope"), job.ks)), "v": job.v, "dout": self.dout,
-            "stats": stats, "cu_seqlens_q": offsets(job.lq), "cu_seqlens_k": offsets(job.lk),
-            "softmax_scale": job.scale, "causal": int(job.causal),
+            "stats": stats, "softmax_scale": job.scale, "causal": int(job.causal),
         }  # fmt: skip
 
     def _blank(self, x: Tensor, heads: int, width: int) -> Tensor:
         """Strided rows, full of NaN."""
-        return torch.full((len(x), heads, width + 8), math.nan).to(x.dtype)[..., 8:]
+        made = torch.full((len(x), heads, width + 8), math.nan, device=x.device)
+        return made.to(x.dtype)[..., 8:]
 
     def of_dq(self, stats: Tensor) -> dict[str, Any]:
         """Arguments of ``mha_dq``, whose ``stats`` ``mha_delta`` has filled."""
@@ -268,7 +274,7 @@ class GradJob:
         t, h, width = job.q.shape
         most = max(1, most_tiles(t, len(job.lq)) * h)
         return {
-            **self._shared(stats), "work": work_of(job.lq, job.lk, job.causal, t),
+            **self._shared(stats), **self._tables(work_of(job.lq, job.lk, job.causal, t)),
             "dq": self._blank(job.q, h, width), "ctas": min(job.ctas, most),
         }  # fmt: skip
 
@@ -279,12 +285,13 @@ class GradJob:
         parts: dict[str, Any] = {}
         if len(job.ks) == 2:
             groups = rope_groups(h, self.together)
-            parts["parts"] = torch.full((t, groups, 64), math.nan)
+            parts["parts"] = torch.full((t, groups, 64), math.nan, device=job.v.device)
             parts["heads_together"] = self.together
         most = max(1, most_tiles(t, len(job.lk)) * h)
         return {
-            **self._shared(stats), "work": key_work(job), "dk_nope": self._blank(job.v, h, 128),
-            **parts, "dv": self._blank(job.v, h, 128), "ctas": min(job.ctas, most),
+            **self._shared(stats), **self._tables(key_work(job)),
+            "dk_nope": self._blank(job.v, h, 128), **parts, "dv": self._blank(job.v, h, 128),
+            "ctas": min(job.ctas, most),
         }  # fmt: skip
 
     def run(self, call: Callable[[str, Mapping[str, Any]], None]) -> Grads:
