@@ -87,7 +87,7 @@ def small(say: Callable[[str], None]) -> None:
                 torch.manual_seed(1)
                 forward = forward_of(spec, lq, lk, *heads, causal=causal, spread=spread)
                 job = GradJob.of(forward, lse_too=True, together=2)
-                errors = job.errors(job.run(called(spec)))
+                errors = job.errors(job.run(called(spec)).each)
                 verdict = "right" if errors.right else "WRONG"
                 say(f"small {d_qk} {dtype} causal {causal} {heads} {spread}: {verdict}; {errors}")
 
@@ -114,7 +114,7 @@ def large(say: Callable[[str], None]) -> None:
             torch.manual_seed(2)
             forward = forward_of(spec, lq, lq, *heads, causal=causal, behind=0.0)
             job = by_library(GradJob.of(forward, together=min(4, heads[1])))
-            errors = job.errors(job.run(called(spec)))
+            errors = job.errors(job.run(called(spec)).each)
             verdict = "right" if errors.right else "WRONG"
             say(f"large {d_qk} {lq} {heads} causal {causal}: {verdict}; {errors}")
             torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_grads import PAD, rope_groups, stats_blocks
+from dsl_kernels.mha_grads import PAD, rope_groups, stats_blocks, stats_row
 from dsl_kernels.mha_list import most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
@@ -78,7 +78,7 @@ class GradErrors:
     Attributes:
         error, allowed: by gradient; ``allowed`` is 1.1 times the mimic's, plus 2e-5.
         row, row_allowed: norm of the largest error of a row of a head, to the largest row's.
-        cosine: 1 - cosine.
+        cosine, cosine_allowed: 1 - cosine; FlashMLA's gate, or 1.5 times the mimic's.
         beside: elements that are not finite, or were written though no sequence has them.
     """
 
@@ -87,13 +87,14 @@ class GradErrors:
     row: dict[str, float]
     row_allowed: dict[str, float]
     cosine: dict[str, float]
+    cosine_allowed: dict[str, float]
     beside: int
 
     @property
     def right(self) -> bool:
         return not self.beside and all(
             self.error[x] <= self.allowed[x] and self.row[x] <= self.row_allowed[x]
-            and self.cosine[x] <= COSINE_GATE for x in self.error
+            and self.cosine[x] <= self.cosine_allowed[x] for x in self.error
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -193,12 +194,12 @@ class GradJob:
         dq, dk_nope, *rope, dv = grads
         return Grads(dq, dk_nope, rope[0] if rope else None, dv)
 
-    def errors(self, got: Grads) -> GradErrors:
-        """Against ``truth``; rows of no sequence must still be NaN."""
-        made: list[dict[str, float]] = [{} for _ in range(5)]
+    def errors(self, got: Mapping[str, Tensor]) -> GradErrors:
+        """Of gradients by name, against ``truth``; rows of no sequence must still be NaN."""
+        made: list[dict[str, float]] = [{} for _ in range(6)]
         beside = 0
         truth, mimic = self.truth().each, self.mimic().each
-        for name, value in got.each.items():
+        for name, value in got.items():
             end = sum(self.forward.lq if name == "dq" else self.forward.lk)
             beside += int((~value[end:].isnan()).sum() + (~value[:end].isfinite()).sum())
             mine, want, rounded = (x[:end].double() for x in (value, truth[name], mimic[name]))
@@ -210,10 +211,12 @@ class GradJob:
             rows = [float((x - want).norm(dim=-1).max() / most) for x in (mine, rounded)]
             figures = (error, MIMIC_FACTOR * rough + FP32_SLACK, rows[0],
                        ROW_FACTOR * rows[1] + FP32_SLACK,
-                       metrics.one_minus_cosine(mine, want))  # fmt: skip
+                       metrics.one_minus_cosine(mine, want),
+                       max(COSINE_GATE, ROW_FACTOR * metrics.one_minus_cosine(rounded, want)),
+                       )  # fmt: skip
             for into, figure in zip(made, figures):
                 into[name] = figure
-        return GradErrors(made[0], made[1], made[2], made[3], made[4], beside)
+        return GradErrors(made[0], made[1], made[2], made[3], made[4], made[5], beside)
 
     # ---------------------------------------------------------------- calls
 
@@ -223,6 +226,11 @@ class GradJob:
         shape = (h, stats_blocks(t, len(self.forward.lq)), PAD, 2)
         return torch.full(shape, math.nan, device=self.out.device)
 
+    def stats_rows(self) -> list[int]:
+        """Where each sequence's rows begin."""
+        firsts = offsets(self.forward.lq).tolist()
+        return [stats_row(first, i) for i, first in enumerate(firsts[:-1])]
+
     def want_stats(self) -> Tensor:
         """fp64 of what mha_delta leaves, NaN where it leaves nothing."""
         job, want = self.forward, self.stats().double()
@@ -231,8 +239,7 @@ class GradJob:
         delta = (self.out.double() * self.dout.double()).sum(-1).T
         if self.dlse is not None:
             delta = delta - self.dlse
-        for i, s_q in enumerate(job.lq):
-            at = (q0 + PAD * i) // PAD * PAD
+        for at, s_q in zip(self.stats_rows(), job.lq):
             end = at + -(-s_q // PAD) * PAD
             flat[:, at:end, 0], flat[:, at:end, 1] = math.inf, 0.0
             flat[:, at : at + s_q, 0] = lse[:, q0 : q0 + s_q]

@@ -38,8 +38,8 @@ def _given(lq: Sequence[int], lk: Sequence[int], causal: bool, spec: VariantSpec
         words, more = room.list_words, {"most_splits": room.splits, "partial_rows": room.rows}
     if spec.lists == "backward":
         more = {"max_seqlen_q": max(lq, default=0)}
-        room = workspace_words(sum(lk), len(lk))
-        more["key_work"] = torch.full((room,), -7, dtype=torch.int32)
+        size = (workspace_words(sum(lk), len(lk)),)
+        more["key_work"] = torch.full(size, -7, dtype=torch.int32)
     return {
         "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk),
         "work": torch.full((words,), -7, dtype=torch.int32), "causal": int(causal),
@@ -72,7 +72,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     """Lengths 0 on either side, many sequences, few, none; long keys."""
     for lq, lk, causal in (*SMALL, *(SPLIT if spec.keys == "split" else ())):
         given = _given(lq, lk, causal, spec)
-        results = {name: name for name in ("work", "key_work") if name in given}
+        results = {str(name): str(name) for name in ("work", "key_work") if name in given}
         yield Call(given, results, job=(lq, lk, causal), note=str(lq))
 
 
