@@ -146,22 +146,27 @@ class GradJob:
     # ---------------------------------------------------------------- references
 
     def truth(self) -> Grads:
-        """fp64, by autograd of softmax(q k^T scale) v of each sequence."""
+        """fp64, by autograd of ``value``."""
         job = self.forward
         leaves = [x.double().requires_grad_() for x in (job.q, *job.ks, job.v)]
         q, *ks, v = leaves
-        k = torch.cat([x.expand(-1, v.shape[1], -1) for x in ks], -1)
-        group, sums = q.shape[1] // v.shape[1], []
+        value = self.value(replace(job, q=q, ks=tuple(ks), v=v))
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        pairs = zip(leaves, found)
+        return self._named([torch.zeros_like(x) if g is None else g for x, g in pairs])
+
+    def value(self, job: MhaJob) -> Tensor:
+        """sum(dO O) + sum(dLSE LSE) of a forward in fp64, whose gradients are the job's."""
+        q, v, k = job.q, job.v, job.k
+        group, total = q.shape[1] // v.shape[1], q[:0].sum()
         for rows, keys, _ in _parts(job):
             s = _scores(q[rows], k[keys], job)
             values = v[keys].repeat_interleave(group, 1)
             out = torch.einsum("hqk,khd->qhd", s.softmax(-1), values)
-            sums.append((out * self.dout[rows].double()).sum())
+            total = total + (out * self.dout[rows].double()).sum()
             if self.dlse is not None:
-                sums.append((s.logsumexp(-1) * self.dlse[:, rows].double()).sum())
-        if not sums:
-            return self._named([torch.zeros_like(x) for x in leaves])
-        return self._named(list(torch.autograd.grad(torch.stack(sums).sum(), leaves)))
+                total = total + (s.logsumexp(-1) * self.dlse[:, rows].double()).sum()
+        return total
 
     def mimic(self) -> Grads:
         """fp64 but for what the kernels round."""
