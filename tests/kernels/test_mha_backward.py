@@ -69,7 +69,7 @@ def right(spec: VariantSpec, job: GradJob) -> None:
 
 def test_small() -> None:
     """All kernels: rows without keys, NaN behind, two heads in a sum, an LSE's gradient."""
-    forward = drawn(MAIN, (70, 0, 9), (67, 5, 3), 2, 2, ctas=1)
+    forward = drawn(MAIN, (40, 0), (37, 5), 2, 2, ctas=1)
     right(MAIN, GradJob.of(forward, lse_too=True, together=2))
 
 
