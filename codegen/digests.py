@@ -50,11 +50,12 @@ def documented(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], ast.Constant]]:
 
 def source(path: Path) -> str:
     """Digest of a file: of Python its syntax tree without docstrings, else its bytes."""
-    return _source(path.suffix, path.read_bytes())
+    return source_of(path.suffix, path.read_bytes())
 
 
 @functools.lru_cache(maxsize=4096)
-def _source(suffix: str, data: bytes) -> str:
+def source_of(suffix: str, data: bytes) -> str:
+    """The same of its contents; all bytes count if ``suffix`` is not ``.py``."""
     if suffix != ".py":
         return digest_of(data)
     with _collector_off():  # which would walk every tree again and again
