@@ -29,7 +29,7 @@ class Place(NamedTuple):
     """The code that plays a role.
 
     Attributes:
-        functions: globs over qualified names of functions and classes, ``Class.method``.
+        functions: globs over qualified names of functions and classes (class, dot, method).
         text: that a source line holds; empty: all lines of those functions.
     """
 

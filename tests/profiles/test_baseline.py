@@ -91,7 +91,7 @@ def test_junit_files_are_summed_by_test_file(tmp_path: Path) -> None:
     rows = "".join(f'<testcase classname="{c}" name="x" time="{t}"/>' for c, t in cases)
     (tmp_path / "x.xml").write_text(f"<testsuites><testsuite>{rows}</testsuite></testsuites>")
     assert baseline.junit_seconds(tmp_path / "x.xml") == {
-        "tests/a/test_a.py": 2.0, "tests/test_c.py": 1.0,
+        "tests/host/test_a.py": 2.0, "tests/test_c.py": 1.0,
     }  # fmt: skip
 
 

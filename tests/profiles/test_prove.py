@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import os
@@ -102,6 +103,18 @@ def test_later_commands_of_a_step_wait_for_the_first(book: Book, tmp_path: Path)
 def test_the_last_line_is_kept(book: Book) -> None:
     (outcome,) = prove.run([says("much\n===== 3 passed in 1 s =====")], book, "x")
     assert outcome.message == "3 passed in 1 s"
+
+
+def test_what_a_command_tells_is_kept(book: Book) -> None:
+    """Its launches, and mutants that survived: those do not fail a step before they are judged."""
+    survivor = {"instruction": "fence", "roles": [], "tried": 10, "source": "x.py:1"}
+    told = json.dumps({"launches": "7", "survivors": [survivor]})
+    code = f"import sys; open(sys.argv[2], 'w').write({told!r}); print('1 of 2'); sys.exit(1)"
+    step = Step("mutants", "x", (("-c", code),), "1", recorded=True, explained=("fence",))
+    (outcome,) = prove.run([step], book, "x")
+    assert outcome.passed and outcome.message == "1 of 2" and outcome.survivors == [survivor]
+    assert outcome.executed["launches"] == "7" and book.outcome(step) == outcome
+    assert [o.name for o in book.failed([dataclasses.replace(step, explained=())])] == ["mutants:x"]
 
 
 def test_processor_time_of_children_is_counted(book: Book) -> None:
