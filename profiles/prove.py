@@ -4,9 +4,14 @@
     python -m profiles.prove --slice 2/8 --limit 600   the second eighth; no step begins after 600 s
     python -m profiles.prove --only 'mutants:*'        some steps;  --list: all, and how they stand
 
+    python -m profiles.prove carry [OLD_BUILD]         keep what executes the same on new sources
+
 A step is a few commands that any shell could run.  Its outcome is a file in ``build/prove`` and
-counts as long as what the step reads (kernel sources, compiler, packages, tests) is unchanged; a
-step that failed, was interrupted or whose sources changed runs again.  Slices part the list of
+counts as long as what runs is the same, whatever docstrings and comments say (``prove_keys``); a
+step that failed, was interrupted or whose sources changed runs again.  ``carry`` keeps an outcome
+whose sources changed but not its variants' PTX, the software GPU, seeds, counts and launches, as
+where a kernel's file has another name.  Mutants that survived are judged by the explanations of
+today.  Slices part the list of
 steps, so that several shells or machines can share it.  Every run ends by writing the record,
 ``profiles/results/prove.md`` and ``prove.json``: what passed at which commit, what failed and why,
 and what has not run.
@@ -17,8 +22,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fnmatch
-import functools
-import hashlib
 import itertools
 import json
 import re
@@ -26,9 +29,9 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,14 +39,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from codegen import compile as compiler
 from codegen import matrix, toolchain
-from codegen.artifacts import ROOT, write_atomic
+from codegen.artifacts import ROOT, default_dir, write_atomic
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS, DECODE
 from dsl_kernels.spec import VariantSpec
+from profiles import prove_keys
 from profiles.bench import commit
 from profiles.explained import EXPLAINED, EXPLAINED_OF, EXPLAINED_SM100
+from profiles.prove_book import STUDIED, Book, Outcome
+from profiles.prove_keys import EXPLANATIONS, Command, Step, step
 
 STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
@@ -107,69 +112,14 @@ REPLAYED = (
 SAID = 4000  # characters of a failed step's output that are kept
 
 app = typer.Typer(add_completion=False, help=__doc__)
-Command = tuple[str, ...]
 
 
 # ---------------------------------------------------------------------------------------- steps
 
 
-@dataclass(frozen=True)
-class Step:
-    """A unit of work that passes or fails as a whole.
-
-    Attributes:
-        kind, what: of ``KINDS``; a variant, a family of them, a test file.
-        commands: arguments of this Python, run in turn at the checkout's root; all must return 0.
-        key: digest of what the step reads; an outcome of another key does not count.
-    """
-
-    kind: str
-    what: str
-    commands: tuple[Command, ...]
-    key: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}:{self.what}"
-
-
-@functools.cache
-def digest(*places: str, without: str = "") -> str:
-    """Of the names and contents of ``places``: files, and the code and data in folders, but for one
-    file."""
-    suffixes = (".py", ".c", ".h", ".j2", ".npz", ".json")
-    found = hashlib.sha256()
-    for place in map(ROOT.joinpath, places):
-        for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            if path == ROOT / without:
-                continue
-            if path.suffix in suffixes and RECORD.parent not in path.parents:
-                found.update(str(path.relative_to(ROOT)).encode())
-                found.update(path.read_bytes())
-    return found.hexdigest()
-
-
-@functools.cache
-def variant_key(spec: VariantSpec) -> str:
-    """Of what a build of the variant is made from."""
-    return compiler.draft(spec).key
-
-
-def step(
-    kind: str, what: str, *commands: Command, reads: Sequence[str], specs: Iterable[VariantSpec],
-    without: str = "",
-) -> Step:  # fmt: skip
-    """A step that reads the files and folders ``reads``, but for ``without``, and the variants
-    ``specs``."""
-    keys = [variant_key(spec) for spec in specs]
-    text = json.dumps([commands, keys, digest(*reads, without=without)])
-    return Step(kind, what, commands, hashlib.sha256(text.encode()).hexdigest()[:24])
-
-
 def steps() -> list[Step]:
     """All steps on the sources as they are now, those first that others build on."""
-    digest.cache_clear()
-    variant_key.cache_clear()
+    prove_keys.forget()
     hopper, blackwell = (matrix.default_specs(arch) for arch in ("sm_90a", "sm_100a"))
     every = [*hopper, *blackwell]
     # of kernels of one source for both architectures one variant an op is studied on SM100, too
@@ -247,7 +197,7 @@ def _variant(spec: VariantSpec) -> Step:
 
 def _schedules(spec: VariantSpec, count: int = SCHEDULES) -> Step:
     command = ("-m", "snapmla.testing", "check", spec.name, "--seeds", str(count))
-    return _on_objects("schedules", spec, command)
+    return _on_objects("schedules", spec, command, f"{count} schedules")
 
 
 def _mutants(spec: VariantSpec) -> Step:
@@ -255,7 +205,8 @@ def _mutants(spec: VariantSpec) -> Step:
     usual = EXPLAINED if spec.arch == "sm_90a" or one_source(spec) else EXPLAINED_SM100
     texts = (*usual, *itertools.chain.from_iterable(own))
     explained = [word for text in texts for word in ("--explained", text)]
-    return _on_objects("mutants", spec, ("-m", "snapmla.testing", "mutate", spec.name, *explained))
+    command = ("-m", "snapmla.testing", "mutate", spec.name, *explained)
+    return _on_objects("mutants", spec, command, f"{STUDIED} schedules", texts)
 
 
 def _sample(name: str, k: int, blackwell: list[VariantSpec]) -> Step:
@@ -266,15 +217,18 @@ def _sample(name: str, k: int, blackwell: list[VariantSpec]) -> Step:
     builds = ("-m", "codegen", "build", *(spec.name for spec in specs))
     command = ("-m", "tests.support.sm100_sample", name, f"{k}/{parts}")
     reads = ("softgpu", "snapmla", "tests/support")
-    return step("sample", f"{name}-{k}", builds, command, reads=reads, specs=specs)
+    counts = f"{k}/{parts}"
+    return step("sample", f"{name}-{k}", builds, command, reads=reads, specs=specs, counts=counts)
 
 
-def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:
+def _on_objects(
+    kind: str, spec: VariantSpec, command: Command, counts: str, explained: tuple[str, ...] = ()
+) -> Step:
     """A command of the software GPU, which takes objects as they lie, behind their build."""
     builds = [("-m", "codegen", "build", each.name) for each in _needs(spec)]
-    reads = ("softgpu", "snapmla")
     return step(
-        kind, spec.name, *builds, command, reads=reads, specs=_needs(spec), without=COSTS
+        kind, spec.name, *builds, command, reads=("softgpu",), specs=_needs(spec),
+        host=("snapmla",), without=(COSTS,), counts=counts, explained=explained,
     )  # fmt: skip
 
 
@@ -289,7 +243,8 @@ def whole_matrix_files() -> list[str]:
 def _tests(path: str, every: list[VariantSpec]) -> Step:
     command = ("-m", "pytest", "--whole-matrix", "-q", path)
     reads = ("softgpu", "snapmla", "codegen", "profiles", "tests")
-    return step("tests", path.removeprefix("tests/"), command, reads=reads, specs=every)
+    what = path.removeprefix("tests/")
+    return step("tests", what, command, reads=reads, specs=every, without=(EXPLANATIONS,))
 
 
 def _rehearsal() -> Step:
@@ -319,77 +274,43 @@ def part(found: Sequence[Step], text: str) -> list[Step]:
 # ------------------------------------------------------------------------------------- outcomes
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step; ``message`` is the last line it said, or why it failed."""
-
-    name: str
-    key: str
-    passed: bool
-    commit: str
-    cpu_seconds: float
-    message: str
-    finished: str
-
-    @classmethod
-    def read(cls, path: Path) -> Outcome | None:
-        """None if there is none, or none that can be read."""
-        try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-
-@dataclass(frozen=True)
-class Book:
-    """Outcomes by step: one file each in ``folder``, which several processes may write."""
-
-    folder: Path
-
-    def _path(self, name: str) -> Path:
-        return self.folder / (re.sub(r"[^\w.-]", "-", name) + ".json")
-
-    def outcome(self, step: Step) -> Outcome | None:
-        """Of these sources; None if the step has not finished on them."""
-        found = self.last(step)
-        return found if found is not None and found.key == step.key else None
-
-    def last(self, step: Step) -> Outcome | None:
-        """Of whatever sources it last ran on."""
-        return Outcome.read(self._path(step.name))
-
-    def write(self, outcome: Outcome) -> None:
-        text = json.dumps(dataclasses.asdict(outcome), indent=1) + "\n"
-        write_atomic(self._path(outcome.name), text)
-
-    def pending(self, found: Iterable[Step]) -> list[Step]:
-        """What has not passed: first what has not run, then what failed."""
-        outcomes = [(step, self.outcome(step)) for step in found]
-        fresh = [step for step, outcome in outcomes if outcome is None]
-        return fresh + [step for step, outcome in outcomes if outcome and not outcome.passed]
-
-    def failed(self, found: Iterable[Step]) -> list[Outcome]:
-        return [o for step in found if (o := self.outcome(step)) is not None and not o.passed]
-
-
 def execute(step: Step, at: str) -> Outcome:
     """Runs a step's commands; nothing is left running if this is interrupted."""
     before = _cpu_seconds()
-    passed, output = True, ""
-    for command in step.commands:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        output = done.stdout.rstrip()
-        if done.returncode:
-            output = f"python {' '.join(command)}: exit code {done.returncode}\n{output[-SAID:]}"
-            passed = False
-            break
+    passed, output, told = True, "", None
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder, "record.json")
+        for command in step.commands:
+            if step.recorded and command is step.commands[-1]:
+                command = (*command, "--record", str(record))
+            done = subprocess.run(
+                [sys.executable, *command], cwd=ROOT, text=True, errors="replace",
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            output = done.stdout.rstrip()
+            told = read_told(record)
+            if done.returncode and told is None:  # mutants that were told are judged when read
+                output = (
+                    f"python {' '.join(command)}: exit code {done.returncode}\n{output[-SAID:]}"
+                )
+                passed = False
+                break
     message = (output.splitlines() or [""])[-1].strip("= ") if passed else output
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     cpu = round(_cpu_seconds() - before, 2)
-    return Outcome(step.name, step.key, passed, at, cpu, message, now)
+    told = told or {}
+    ran = prove_keys.executed(step, default_dir(), told.get("launches", "")) if passed else {}
+    return Outcome(
+        step.name, step.key, passed, at, cpu, message, now, ran, told.get("survivors")
+    )  # fmt: skip
+
+
+def read_told(record: Path) -> dict[str, Any] | None:
+    """What a command that takes ``--record`` told; None if it did not get so far."""
+    try:
+        return dict(json.loads(record.read_text()))
+    except (OSError, ValueError):
+        return None
 
 
 def checkout() -> str:
@@ -440,7 +361,6 @@ def run(
 
 
 STATES = ("passed", "failed", "not run")
-TOLD = ("commit", "cpu_seconds", "message", "finished")
 
 
 def table(found: Sequence[Step], book: Book, at: str) -> dict[str, Any]:
@@ -448,12 +368,13 @@ def table(found: Sequence[Step], book: Book, at: str) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for each in found:
         outcome, last = book.outcome(each), book.last(each)
-        row = {"name": each.name, "state": "not run", "key": each.key}
+        row: dict[str, Any] = {"name": each.name, "state": "not run", "key": each.key}
+        if last is not None:  # on these sources or others: the record keeps it
+            row |= dataclasses.asdict(last)
         if outcome is not None:
             row["state"] = "passed" if outcome.passed else "failed"
-            row |= {name: getattr(outcome, name) for name in TOLD}
-        elif last is not None:
-            row["last_commit"] = last.commit  # on other sources
+            if outcome.message != row["message"]:
+                row["judged"] = outcome.message
         rows.append(row)
     return {"commit": at, "command": "make prove", "steps": rows}
 
@@ -474,7 +395,14 @@ def page(record: dict[str, Any]) -> str:
     kinds = dict.fromkeys(_kind(row) for row in rows)
     lines += [_line(kind, _of(kind, rows)) for kind in kinds]
     for row in failed:
-        lines += ["", f"## Failed: {row['name']}", "", "```", row["message"], "```"]
+        lines += [
+            "",
+            f"## Failed: {row['name']}",
+            "",
+            "```",
+            row.get("judged", row["message"]),
+            "```",
+        ]
     if left:
         lines += ["", "## Not run on these sources", ""]
         lines += [_names(kind, rows) for kind in kinds if _in_state(_of(kind, rows), STATES[2])]
@@ -487,7 +415,7 @@ def page(record: dict[str, Any]) -> str:
 def _line(kind: str, rows: list[dict[str, Any]]) -> str:
     """A kind's row of the table."""
     counts = [len(rows), *(len(_in_state(rows, state)) for state in STATES)]
-    commits = dict.fromkeys(_short(row["commit"]) for row in rows if "commit" in row)
+    commits = dict.fromkeys(_short(row["commit"]) for row in _ran(rows))
     cells = [kind, KINDS.get(kind, ""), *counts, f"{_minutes(rows):.1f}", ", ".join(commits)]
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -517,7 +445,12 @@ def _in_state(rows: list[dict[str, Any]], state: str) -> list[dict[str, Any]]:
 
 
 def _minutes(rows: list[dict[str, Any]]) -> float:
-    return sum(row.get("cpu_seconds", 0.0) for row in rows) / 60
+    return sum(row["cpu_seconds"] for row in _ran(rows)) / 60
+
+
+def _ran(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that ran on these sources."""
+    return [row for row in rows if row["state"] != STATES[2]]
 
 
 def write_record(found: Sequence[Step], book: Book, at: str, to: Path) -> None:
@@ -530,20 +463,21 @@ def write_record(found: Sequence[Step], book: Book, at: str, to: Path) -> None:
 # --------------------------------------------------------------------------------- command line
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     slice_: Annotated[str, typer.Option("--slice", help="k/n: one part of the steps")] = "1/1",
     limit: Annotated[float, typer.Option(help="no step begins after so many seconds")] = 1e9,
     only: Annotated[str, typer.Option(help="glob over names of steps")] = "*",
     show: Annotated[bool, typer.Option("--list", help="list steps, run none")] = False,
 ) -> None:
     """Run what has not passed on these sources; exit code 1 if any step failed."""
-    console = Console(
-        width=None if Console().is_terminal else 140, highlight=False, markup=False, emoji=False
-    )
+    console = _console()
     if not toolchain.have_compiler():
         raise _fail(console, "nvidia-cutlass-dsl is not installed: pip install 'snapmla[compile]'")
-    every, book, at = steps(), Book(STATE), checkout()
+    if context.invoked_subcommand is not None:
+        return
+    every, book, at = steps(), Book(STATE, RECORD.with_suffix(".json")), checkout()
     try:
         mine = [s for s in part(every, slice_) if fnmatch.fnmatchcase(s.name, only)]
     except ValueError as error:
@@ -552,9 +486,7 @@ def main(
         raise _fail(console, f"--only: no step of slice {slice_} matches {only!r}; see --list")
     if show:
         for each in mine:
-            outcome = book.outcome(each)
-            state = "not run" if outcome is None else "passed" if outcome.passed else "failed"
-            console.print(f"{state:8} {each.name}", markup=False)
+            console.print(f"{_standing(book, each):8} {each.name}", markup=False)
         return
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell began it in the background
         signal.signal(number, signal.default_int_handler)
@@ -572,6 +504,75 @@ def main(
         soft_wrap=True,
     )
     raise typer.Exit(1 if failed else 0)
+
+
+def _console() -> Console:
+    return Console(
+        width=None if Console().is_terminal else 140, highlight=False, markup=False, emoji=False
+    )
+
+
+def _standing(book: Book, step: Step) -> str:
+    """How a step stands, by its sources alone; ``elsewhere``: it passed on others."""
+    outcome, last = book.outcome(step), book.last(step)
+    if outcome is None:
+        other = last is not None and last.passed and last.key != step.key
+        return "elsewhere" if other else "not run"
+    return "passed" if outcome.passed else "failed"
+
+
+@app.command()
+def carry(
+    old: Annotated[
+        Path | None, typer.Argument(help="build that the outcomes are of: compared, too")
+    ] = None,
+    build: Annotated[Path | None, typer.Option(help="variants of the sources as they are")] = None,
+) -> None:
+    """Keep outcomes of other sources where PTX, software GPU, counts and launches are equal."""
+    console = _console()
+    every, book = steps(), Book(STATE, RECORD.with_suffix(".json"))
+    kept, left = carried(every, book, default_dir() if build is None else build, old)
+    for name, why in left.items():
+        console.print(f"not kept: {name}: {why}", markup=False, soft_wrap=True)
+    write_record(every, book, checkout(), RECORD)
+    console.print(f"{len(kept)} outcomes kept, {len(left)} not; wrote {RECORD}", soft_wrap=True)
+
+
+def carried(
+    found: Iterable[Step], book: Book, folder: Path, old: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Gives outcomes of other sources the key of these, if what they executed is the same.
+
+    An outcome of these sources that lacks what it executed gets that.
+
+    Args:
+        folder: variants, built from the sources as they are.
+        old: those that the outcomes are of; None: what the outcomes say of them is enough.
+
+    Returns:
+        Names of the steps that were kept, and why others were not.
+    """
+    kept: list[str] = []
+    left: dict[str, str] = {}
+    for each in found:
+        last = book.last(each)
+        if last is None or not last.passed:
+            continue
+        if last.key == each.key:
+            if "objects" not in last.executed and each.specs and prove_keys.fresh(each, folder):
+                ran = prove_keys.executed(each, folder, prove_keys.launches(each, folder))
+                book.write(dataclasses.replace(last, executed=ran))
+            continue
+        why = prove_keys.same(each, last.executed, folder)
+        if not why and old is not None:
+            proven = prove_keys.objects(each, old) == last.executed["objects"]
+            why = "" if proven else "OLD_BUILD is not what was proven"
+        if why:
+            left[each.name] = why
+        else:
+            book.write(dataclasses.replace(last, key=each.key))
+            kept.append(each.name)
+    return kept, left
 
 
 def _run_shown(mine: list[Step], book: Book, at: str, limit: float, console: Console) -> None:

@@ -9,8 +9,8 @@ along those that are built from the sources as they are, with their steps' keys.
 a step's 100 schedules, and its mutants, in shares, begins what took longest last time first, else
 in the order of pack's globs, and drops what has not ended in time: ``pack --shares 20`` makes the
 shares of long steps short.  What each share said lies beside FILE, in a ``.log``.  ``take``
-believes an outcome whose key is still the step's: sources, objects and the checks' own code are
-those that ran.
+believes an outcome whose key is still the step's: what runs of sources and of the checks' own code
+is what ran.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,8 @@ import typer
 
 from codegen.artifacts import ROOT, write_atomic
 from codegen.matrix import did_you_mean
-from profiles import prove
+from profiles import prove, prove_keys
+from profiles.prove_book import judged
 
 PACKED = ROOT / "build" / "carry" / "prove.tar.xz"
 KINDS = ("schedules", "mutants", "sample")
@@ -52,12 +53,19 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a step: one command, of ``of`` that make the step."""
+    """A part of a step: one command, of ``of`` that make the step.
+
+    Attributes:
+        recorded: the command takes ``--record``.
+        executed: what the step executes (``prove_keys.executed``).
+    """
 
     name: str
     key: str
     command: tuple[str, ...]
     of: int = 1
+    recorded: bool = False
+    executed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,24 +76,32 @@ class Ended:
     code: int
     output: str
     cpu_seconds: float
+    told: dict[str, Any] | None = None  # by --record
+
+    @property
+    def failed(self) -> bool:
+        """Mutants that were told are judged when they are read."""
+        return bool(self.code) and self.told is None
 
 
 def shares(step: prove.Step, most: int = SHARES) -> list[Share]:
     """A step's command, its mutants dealt out in ``most`` shares, its schedules in as many of them
     as are equal; builds are left out."""
     (command,) = [c for c in step.commands if c[1] != "codegen"]
+
+    def share(command: tuple[str, ...], of: int = 1) -> Share:
+        return Share(step.name, step.key, command, of, step.recorded)
+
     if step.kind == "mutants":
         parts = [(*command, "--part", f"{i + 1}/{most}") for i in range(most)]
-        return [Share(step.name, step.key, part, most) for part in parts]
+        return [share(part, most) for part in parts]
     if step.kind != "schedules":
-        return [Share(step.name, step.key, command)]
+        return [share(command)]
     at = command.index("--seeds") + 1
     seeds = int(command[at])
     of = max(n for n in range(1, most + 1) if seeds % n == 0)
     few = (*command[:at], str(seeds // of), *command[at + 1 :])
-    return [
-        Share(step.name, step.key, (*few, "--first", str(i * (seeds // of))), of) for i in range(of)
-    ]
+    return [share((*few, "--first", str(i * (seeds // of))), of) for i in range(of)]
 
 
 def chosen(found: Iterable[prove.Step], globs: Sequence[str]) -> list[prove.Step]:
@@ -97,16 +113,11 @@ def chosen(found: Iterable[prove.Step], globs: Sequence[str]) -> list[prove.Step
 
 def built(step: prove.Step, folder: Path) -> list[str]:
     """Names of the variants that a step takes; empty where one is not built from these sources."""
-    names = [name for c in step.commands if c[1:3] == ("codegen", "build") for name in c[3:]]
-    for name in names:
-        spec = prove.VariantSpec.from_name(name)
-        try:
-            record = json.loads((folder / f"{name}.json").read_text())
-        except (OSError, ValueError):
-            return []
-        if record.get("key") != prove.variant_key(spec):
-            return []
-    return names
+    return list(step.specs) if prove_keys.fresh(step, folder) else []
+
+
+def _book() -> prove.Book:
+    return prove.Book(prove.STATE, prove.RECORD.with_suffix(".json"))
 
 
 @app.command()
@@ -119,7 +130,7 @@ def pack(
     most: Annotated[int, typer.Option("--shares", min=1, help="of a step, at most")] = SHARES,
 ) -> None:
     """Pack the steps that have not passed, with the objects they take."""
-    folder, book = ROOT / "build" / "variants", prove.Book(prove.STATE)
+    folder, book = ROOT / "build" / "variants", _book()
     mine = chosen(prove.steps(), globs or ["*"])
     names: dict[str, None] = {}
     listed: list[dict[str, Any]] = []
@@ -131,7 +142,10 @@ def pack(
         names.update(dict.fromkeys(needs))
         last = book.last(step)
         seconds = last.cpu_seconds if last is not None else 0.0
-        listed += [{**dataclasses.asdict(s), "seconds": seconds / s.of} for s in shares(step, most)]
+        more = {"executed": prove_keys.executed(step, folder)}
+        listed += [
+            {**dataclasses.asdict(s), **more, "seconds": seconds / s.of} for s in shares(step, most)
+        ]
     text = json.dumps({"commit": prove.checkout(), "shares": listed}).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(".partial")
@@ -150,10 +164,12 @@ def execute(share: Share, environment: dict[str, str], stop: float) -> Ended | N
     """Runs a share; None if it had to be ended at ``stop``, of ``time.monotonic``."""
     if time.monotonic() >= stop:
         return None
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryDirectory() as folder:
+        record = Path(folder, "record.json")
+        more = ("--record", str(record)) if share.recorded else ()
         process = subprocess.Popen(
-            [sys.executable, *share.command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-            stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, *share.command, *more], cwd=ROOT, env=environment,
+            stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         late = threading.Event()
 
@@ -170,13 +186,18 @@ def execute(share: Share, environment: dict[str, str], stop: float) -> Ended | N
             return None
         said.seek(0)
         output = said.read().decode(errors="replace").rstrip()
-    return Ended(share, process.returncode, output, usage.ru_utime + usage.ru_stime)
+        told = prove.read_told(record)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Ended(share, process.returncode, output, cpu, told)
 
 
 def outcome(ended: Sequence[Ended], at: str) -> prove.Outcome:
     """Of a step, from all of its shares; the message is the first that failed, or the last."""
     first = ended[0].share
-    bad = [e for e in ended if e.code]
+    bad = [e for e in ended if e.failed]
+    told = [e.told for e in ended if e.told is not None]
+    launches = {each["launches"] for each in told}
+    survived = [s for each in told for s in each.get("survivors", [])]
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     if bad:
         said = f"python {' '.join(bad[0].share.command)}: exit code {bad[0].code}\n"
@@ -185,7 +206,13 @@ def outcome(ended: Sequence[Ended], at: str) -> prove.Outcome:
         lines = [(e.output.splitlines() or [""])[-1].strip("= ") for e in ended]
         message = _together(lines)
     cpu = round(sum(e.cpu_seconds for e in ended), 2)
-    return prove.Outcome(first.name, first.key, not bad, at, cpu, message, now)
+    if len(launches) > 1:
+        raise ValueError(f"{first.name}: its shares told different launches")
+    executed = first.executed | {"launches": "".join(launches)} if launches else first.executed
+    survivors = survived if any("survivors" in each for each in told) else None
+    return prove.Outcome(
+        first.name, first.key, not bad, at, cpu, message, now, executed, survivors
+    )  # fmt: skip
 
 
 def _together(lines: Sequence[str]) -> str:
@@ -208,7 +235,7 @@ def complete(found: Iterable[Ended], at: str) -> list[prove.Outcome]:
     return [
         outcome(some, at)
         for some in by_name.values()
-        if len(some) == some[0].share.of or any(e.code for e in some)
+        if len(some) == some[0].share.of or any(e.failed for e in some)
     ]
 
 
@@ -254,7 +281,8 @@ def run(
 @app.command()
 def take(file: Annotated[Path, typer.Argument(help="what run wrote")]) -> None:
     """Enter outcomes whose keys are those of the sources here, and write the record."""
-    every, book = prove.steps(), prove.Book(prove.STATE)
+    every, book = prove.steps(), _book()
+    explained = {step.name: step.explained for step in every}
     keys = {step.name: step.key for step in every}
     taken = 0
     for each in map(lambda o: prove.Outcome(**o), json.loads(file.read_text())):
@@ -265,6 +293,9 @@ def take(file: Annotated[Path, typer.Argument(help="what run wrote")]) -> None:
         else:
             book.write(each)
             taken += 1
+            judgement = judged(each, explained[each.name])
+            if each.passed and (judgement is None or not judgement.passed):
+                typer.echo(f"survivors without an explanation: {each.name}")
     prove.write_record(every, book, prove.checkout(), prove.RECORD)
     typer.echo(f"{taken} outcomes taken; wrote {prove.RECORD.relative_to(ROOT)}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import json
 import os
 import resource
 import statistics
@@ -138,6 +139,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         f"compiling took {compiling:.0f} of them; fixed compiles {_listed(compiles)}, fixed work "
         f"{_listed(works)}"
     )
+    record = {"units": cost.units, "compiling": round(compiling, 1), "files": _rounded(by_file)}
+    written = artifacts.ROOT / "build" / "test-seconds.json"  # for profiles.baseline
+    artifacts.write_atomic(written, json.dumps(record, indent=1) + "\n")
     most = ", ".join(f"{name} {seconds:.0f}" for name, seconds in by_file.most_common(20))
     terminalreporter.write_line(f"CPU seconds of the files that took most: {most}")
     if late := _compiled_since(since):
@@ -145,6 +149,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "compiled on demand, at 4 CPU seconds more each than those that "
             f"tests/support/variants.py names: {' '.join(late)}"
         )
+
+
+def _rounded(by_file: Counter[str]) -> dict[str, float]:
+    return {name: round(seconds, 2) for name, seconds in by_file.most_common() if name}
 
 
 def _listed(seconds: list[float]) -> str:

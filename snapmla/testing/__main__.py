@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import gc
+import json
 import re
 import sys
 import time
@@ -19,11 +20,10 @@ from rich.console import Console
 from rich.progress import track
 
 from codegen import artifacts, matrix
-from dsl_kernels import dims
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
 from snapmla.errors import VariantError
-from snapmla.testing import selfcheck
+from snapmla.testing import explanations, launches, selfcheck
 from softgpu import Hazard, LoadedKernel, Options, SoftGpuError, using
 from softgpu import mutate as mutation
 from softgpu.accumulate import BY_NAME
@@ -40,6 +40,9 @@ SEEDS_OF_EXPLAINED = len(LANDINGS)
 Names = Annotated[list[str], typer.Argument(help="variant names or globs")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="directory of built variants")]
 Seeds = Annotated[int, typer.Option(min=1, help="adversarial schedules to run")]
+RecordFile = Annotated[
+    Path | None, typer.Option("--record", help="file to tell profiles.prove what was run")
+]
 
 
 def _one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
@@ -153,6 +156,7 @@ def check(
     seeds: Seeds = 10,
     directory: Directory = None,
     first: Annotated[int, typer.Option(min=0, help="number of the first schedule")] = 0,
+    record: RecordFile = None,
 ) -> None:
     """Hazard check under many adversarial schedules: every hazard, each pair of places once."""
     names, at = _variants(variants, directory)
@@ -166,6 +170,8 @@ def check(
         console.print(f"{name}: {verdict}, {seeds} schedules, {took:.1f} s")
         for text in problems:
             console.print(text)
+    if not bad:
+        _write(record, names[0], at)
     raise typer.Exit(1 if bad else 0)
 
 
@@ -195,9 +201,9 @@ def mutate(
     explained: Annotated[
         list[str] | None,
         typer.Option(
-            help="opcode, 'OPCODE in FILE', or text of a source line, whose removal may go "
-            "unnoticed, under one schedule of each landing; '2 x' in front: of two at most; given, "
-            "other survivors fail"
+            help="'OPCODE' or 'OPCODE @ ROLE', a role of snapmla.testing.explanations, whose "
+            "removal may go unnoticed, under one schedule of each landing; '2 x' in front: of two "
+            "at most; given, other survivors fail"
         ),
     ] = None,
     lines: Annotated[
@@ -207,6 +213,7 @@ def mutate(
     part: Annotated[
         str, typer.Option(help="k/n: the k-th of n parts of them, which take about as long each")
     ] = "1/1",
+    record: RecordFile = None,
 ) -> None:
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
     names, at = _variants([variant], directory)
@@ -216,6 +223,8 @@ def mutate(
     entry = kernel.entry
     places = _chosen(mutation.sites(kernel.program(entry)), lines)
     known = [] if explained is None else explained
+    for text in known:
+        _check_explanation(text)
     places = _part(places, part, known, min(seeds, SEEDS_OF_EXPLAINED))
     with using(mutation.schedule(0)):
         first = _run(workload)
@@ -225,7 +234,7 @@ def mutate(
     outcomes = []
 
     def tried(site: mutation.Site) -> int:
-        named = any(_names(text, _described(site)) for text in known)
+        named = any(_names(text, site) for text in known)
         return min(seeds, SEEDS_OF_EXPLAINED) if named else seeds
 
     study = mutation.study(kernel, entry, lambda: _run(workload).passed, tried, places)
@@ -245,7 +254,17 @@ def mutate(
         f"({100 * killed / max(len(outcomes), 1):.0f} %), at most {seeds} schedules each"
         + (f", {min(seeds, SEEDS_OF_EXPLAINED)} where explained" if explained else "")
     )
-    raise typer.Exit(1 if explained and _unexplained(outcomes, explained) else 0)
+    survivors = [explanations.Survivor.of(o.site, tried(o.site)) for o in outcomes if not o.killed]
+    _write(record, names[0], at, survivors=[survivor.data() for survivor in survivors])
+    raise typer.Exit(1 if known and explanations.unexplained(survivors, known) else 0)
+
+
+def _check_explanation(text: str) -> None:
+    try:
+        explanations.check(text)
+    except ValueError as error:
+        print(f"--explained: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 Card = Annotated[str | None, typer.Option(help="card on file, such as H200, H100, B200")]
@@ -335,8 +354,8 @@ def _part(
     units: dict[str | mutation.Site, list[mutation.Site]] = {}
     weights: dict[str | mutation.Site, int] = {}
     for place in places:
-        found = [text for text in explained if _names(text, _described(place))]
-        counted = found[0] if found and all(map(_COUNTED.fullmatch, found)) else None
+        found = [text for text in explained if _names(text, place)]
+        counted = found[0] if found and all(map(explanations.counted, found)) else None
         unit: str | mutation.Site = counted or place
         units.setdefault(unit, []).append(place)
         weights[unit] = weights.get(unit, 0) + (1 if counted or not found else seeds)
@@ -357,45 +376,21 @@ def _line(outcome: mutation.Outcome) -> str:
     site, fate, how = outcome.site, "SURVIVED", "no schedule noticed"
     if outcome.killed:
         fate, how = "killed  ", f"{outcome.how}, schedule {outcome.seed}"
+    elif known := explanations.roles(site):
+        how += f"; {', '.join(known)}"
     return f"{fate} {site.family:8s}{site.source}: {site.text[:60]}  ({how})"
 
 
-_COUNTED = re.compile(r"(\d+) x (.+)")
+def _names(text: str, site: mutation.Site) -> bool:
+    """Whether an explanation is about an instruction."""
+    return explanations.about(text, explanations.instruction(site), explanations.roles(site))
 
 
-def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool:
-    """Whether a mutant survived whose missing instruction is none of ``explained``."""
-    left = [_described(outcome.site) for outcome in outcomes if not outcome.killed]
-    limits = [(_COUNTED.fullmatch(text), text) for text in explained]
-    for text in (text for counted, text in limits if not counted):
-        left = [survivor for survivor in left if text not in survivor]
-    for counted in (counted for counted, _ in limits if counted):
-        matching = [survivor for survivor in left if counted[2] in survivor]
-        for survivor in matching[: int(counted[1])]:
-            left.remove(survivor)
-    return bool(left)
-
-
-def _names(text: str, described: str) -> bool:
-    """Whether an explanation, counted or not, is about an instruction."""
-    counted = _COUNTED.fullmatch(text)
-    return (counted[2] if counted else text) in described
-
-
-def _described(site: mutation.Site) -> str:
-    """What an explanation may name of an instruction."""
-    opcode = re.sub(r"^@\S+\s+", "", site.text).split()[0]
-    file = site.source.partition(":")[0]
-    return f"{opcode} in {file}: {site.text} {_source_text(site)}"
-
-
-def _source_text(site: mutation.Site) -> str:
-    """The line of kernel source that a site comes from; nothing if that is not ours."""
-    kernels = Path(dims.__file__).parent
-    path = kernels.parent / site.path
-    if not path.is_relative_to(kernels) or not path.is_file():
-        return ""
-    return path.read_text().splitlines()[int(site.source.rpartition(":")[2]) - 1]
+def _write(record: Path | None, name: str, directory: Path, **found: Any) -> None:
+    """Tells ``profiles.prove`` what was run; nothing without a file for it."""
+    if record is not None:
+        found["launches"] = launches.digest(VariantSpec.from_name(name), directory)
+        artifacts.write_atomic(record, json.dumps(found) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from profiles import prove, prove_away
+from profiles import prove, prove_away, prove_keys
 from profiles.prove import Book, Step
 from profiles.prove_away import Ended, Share
 from tests.support.needs import needs_compiler
@@ -117,10 +117,27 @@ def test_outcomes_of_other_sources_are_not_taken(
 def test_what_is_not_built_from_these_sources_is_not_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prove, "variant_key", lambda spec: "now")
-    assert prove_away.built(step(), tmp_path) == []
-    record = tmp_path / "merge_obf16_sm90a.json"
-    record.write_text('{"key": "earlier"}')
-    assert prove_away.built(step(), tmp_path) == []
-    record.write_text('{"key": "now"}')
-    assert prove_away.built(step(), tmp_path) == ["merge_obf16_sm90a"]
+    mine = dataclasses.replace(step(), specs=("merge_obf16_sm90a",))
+    assert prove_away.built(mine, tmp_path) == []
+    prove_keys.forget()
+    monkeypatch.setattr(prove_keys.compiler, "up_to_date", lambda spec, folder, linked: spec)
+    assert prove_away.built(mine, tmp_path) == ["merge_obf16_sm90a"]
+    prove_keys.forget()
+
+
+def test_shares_tell_one_record(tmp_path: Path) -> None:
+    """Launches are the same in all of a step's shares; survivors come together."""
+    told = {"launches": "1", "survivors": [{"instruction": "fence"}]}
+    code = f"import sys; open(sys.argv[2], 'w').write({json.dumps(told)!r}); sys.exit(1)"
+    mine = [
+        dataclasses.replace(share(code, of=2), recorded=True, executed={"objects": "2"})
+        for _ in range(2)
+    ]
+    ended = [e for e in run(*mine) if e is not None]
+    (found,) = prove_away.complete(ended, "c0ffee")
+    assert found.passed, "mutants that were told are judged when they are read"
+    assert found.executed == {"objects": "2", "launches": "1"}
+    assert found.survivors == [{"instruction": "fence"}] * 2
+    ended[1] = dataclasses.replace(ended[1], told={"launches": "2"})
+    with pytest.raises(ValueError, match="different launches"):
+        prove_away.complete(ended, "c0ffee")

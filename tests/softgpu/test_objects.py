@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
 import json
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ import softgpu.testing
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import __main__ as commands
-from snapmla.testing import selfcheck
+from snapmla.testing import explanations, selfcheck
 from snapmla.testing.__main__ import main
 from softgpu import __main__ as forms
 from softgpu import accumulate, mutate
@@ -188,7 +189,7 @@ def test_mutants_of_chosen_lines(
     assert isinstance(kernel, softgpu.LoadedKernel)
     wait, launch = mutate.sites(kernel.program(kernel.entry))
     asked = ["mutate", append.name, "--dir", str(append.directory), "--seeds", "1", "--lines"]
-    why = ["--explained", "1 x griddepcontrol.launch_dependents in append_kv.py"]
+    why = ["--explained", "1 x griddepcontrol.launch_dependents"]
     assert main([*asked, launch.source, *why]) == 0
     said = capsys.readouterr().out
     assert "0 of 1 mutants killed" in said and wait.source not in said
@@ -213,46 +214,84 @@ def test_what_is_explained_has_fewer_schedules(
     alone = [*asked, "--lines", "append_kv.py:*", "--explained"]
     assert main([*alone, "griddepcontrol.launch_dependents"]) == 0
     assert "at most 4 schedules each, 3 where explained" in capsys.readouterr().out
-    assert main([*alone, "1 x griddepcontrol.launch_dependents in append_kv.py"]) == 0
+    assert main([*alone, "1 x griddepcontrol.launch_dependents"]) == 0
     assert main([*alone, "bar.warp.sync"]) == 1
     launches = [max(tried[i : i + 2]) for i in range(0, 6, 2)]
     assert launches == [3, 3, 4]
 
 
-def test_the_source_line_is_of_the_file_that_was_compiled() -> None:
+def test_what_was_run_is_told(append: runtime.Artifact, tmp_path: Path) -> None:
+    """To ``--record``: the launches, the same whoever runs them, and mutants that survived."""
+    at, asked = str(append.directory), ["--seeds", "1", "--record"]
+    files = [tmp_path / name for name in ("check", "mutate")]
+    assert main(["check", append.name, "--dir", at, *asked, str(files[0])]) == 0
+    why = ["--explained", "griddepcontrol"]
+    assert main(["mutate", append.name, "--dir", at, *asked, str(files[1]), *why]) == 0
+    checked, studied = (json.loads(file.read_text()) for file in files)
+    assert checked == {"launches": studied["launches"]} and len(checked["launches"]) == 24
+    survivors = [s["instruction"] for s in studied["survivors"]]
+    assert survivors == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert main(["mutate", append.name, "--dir", at, "--explained", "wait @ no such role"]) == 2
+
+
+def test_the_role_is_of_the_file_that_was_compiled() -> None:
     """Two folders may have a file of one name: the PTX states the whole path."""
-    names = [f"dsl_kernels/{arch}/softmax_role.py" for arch in ("sm90", "sm100")]
-    for path in names:
-        lines = (Path(commands.dims.__file__).parents[1] / path).read_text().splitlines()
-        site = mutate.Site(0, "", f"softmax_role.py:{len(lines)}", 1, "wait", path)
-        assert commands._source_text(site) == lines[-1]
+    role = "S freed by one lane"
+    text = explanations.ROLES[role].text
+    found = []
+    for arch in ("sm90", "sm100"):
+        path = f"dsl_kernels/{arch}/softmax_role.py"
+        lines = (explanations.KERNELS.parent / path).read_text().splitlines()
+        for number in [i + 1 for i, line in enumerate(lines) if text in line] or [1]:
+            site = mutate.Site(0, "", f"softmax_role.py:{number}", 1, "wait", path)
+            found.append(explanations.roles(site))
+    assert found == [(), (role,)]
     for path in ("", "../README.md", "dsl_kernels/none.py", "/etc/hostname"):
-        assert commands._source_text(mutate.Site(0, "", "x.py:1", 1, "wait", path)) == ""
+        assert explanations.roles(mutate.Site(0, "", "x.py:1", 1, "wait", path)) == ()
+
+
+def test_every_role_is_played() -> None:
+    """A renamed function takes its role along, or this fails."""
+    left = dict(explanations.ROLES)
+    for path in explanations.KERNELS.rglob("*.py"):
+        text, spans = explanations.read(path, path.stat().st_mtime_ns)
+        for role, (functions, said) in list(left.items()):
+            mine = (s for s in spans if any(fnmatch.fnmatchcase(s[0], glob) for glob in functions))
+            if any(said in line for _, first, last in mine for line in text[first - 1 : last]):
+                del left[role]
+    assert not left
 
 
 @pytest.mark.parametrize(("explained", "fails"), [
-    (["fence"], True), (["fence", "wait"], False), (["fence", "wait in b.py"], True),
+    (["fence"], True), (["fence", "wait"], False), (["fence", "wait @ b"], True),
     (["fence", "1 x wait"], True), (["fence", "2 x wait"], False), (["1 x fence", "wait"], False),
-    (["1 x wait", "fence", "wait in b.py"], False), (["1 x wait", "fence", "wait in c.py"], True),
+    (["1 x wait", "fence", "wait @ b"], False), (["1 x wait", "fence", "wait @ c"], True),
+    (["fence", "wait", "wait 2"], False), (["fence", "wait 1"], True),
 ])  # fmt: skip
 def test_survivors_that_are_explained(explained: list[str], fails: bool) -> None:
-    """By opcode, by opcode and file, a number of them; what was killed needs no explanation."""
-    found = [("a.py:1", "@p fence %r1", False), ("a.py:2", "wait %r1", False),
-             ("b.py:2", "wait %r2", False), ("b.py:3", "commit", True)]  # fmt: skip
-    outcomes = [
-        mutate.Outcome(mutate.Site(pc, "", source, pc, text), killed, 1, "", "")
-        for pc, (source, text, killed) in enumerate(found)
-    ]
-    assert commands._unexplained(outcomes, explained) == fails
+    """By instruction, by instruction and role, a number of them."""
+    found = [("fence", ()), ("wait", ("a",)), ("wait", ("a", "b"))]
+    survivors = [explanations.Survivor(text, roles, 10) for text, roles in found]
+    assert bool(explanations.unexplained(survivors, explained)) == fails
 
 
-def test_parts_of_the_mutants() -> None:
+def test_operands_that_are_no_registers_belong_to_an_instruction() -> None:
+    texts = {
+        "@%p1 bar.sync 1, 128": "bar.sync 1, 128", "mbarrier.x %p1, [%r1], %r2": "mbarrier.x",
+        "wgmma.wait_group.sync.aligned 1": "wgmma.wait_group.sync.aligned 1",
+    }  # fmt: skip
+    for text, want in texts.items():
+        assert explanations.instruction(mutate.Site(0, "", "x.py:1", 1, text)) == want
+
+
+def test_parts_of_the_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disjoint, together all, as long as one another where what is explained survives; what one
     counted explanation is about stays together."""
     texts = ["wait %r1"] * 4 + ["fence"] * 3 + ["commit"] * 6 + ["wait %r1"] * 2
     files = ["a.py:1"] * 13 + ["b.py:1"] * 2
     sites = [mutate.Site(pc, "", files[pc], pc, text) for pc, text in enumerate(texts)]
-    why = ["fence", "2 x wait in a.py", "9 x wait"]
+    monkeypatch.setattr(explanations, "roles", lambda site: (site.source[:1],))
+    why = ["fence", "2 x wait @ a", "9 x wait"]
     parts = [commands._part(sites, f"{k}/3", why, 10) for k in (1, 2, 3)]
     assert sorted(site.pc for part in parts for site in part) == list(range(15))
     assert any(set(sites[:4]) <= set(part) for part in parts)
