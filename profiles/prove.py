@@ -55,7 +55,9 @@ SAMPLES = {"fp8": ("decode", 12), "dense": ("dense_decode", 8)}
 # Variants that are built when they are asked for, not by default: studied all the same.
 ASKED = (
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
-    "mha_merge_obf16_v256_sm90a",
+    "mha_merge_obf16_v256_sm90a", "mha_items_backward_sm90a", "mha_delta_dbf16_sm90a",
+    "mha_dq_d192_dbf16_sm90a", "mha_dkv_d192_dbf16_sm90a", "mha_dq_d128_dbf16_sm90a",
+    "mha_dkv_d128_dbf16_sm90a", "mha_rope_sum_dbf16_sm90a",
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c1_sm90a", "select_topk_t64_e0_c2_sm90a",
     "append_index_k_xbf16_ii64_hd1_sm90a", "sparse_prefill_r64_d576_indexer_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",

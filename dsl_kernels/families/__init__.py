@@ -18,6 +18,7 @@ from . import (
     index_rows,
     merge,
     merge_states,
+    mha_bwd,
     mha_fwd,
     mha_items,
     mha_merge,
@@ -65,7 +66,10 @@ _MODULES = (
     fetch_index_k,
     dsa_prologue,
 )
-FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
+_BACKWARD = (mha_bwd.DELTA, mha_bwd.DQ, mha_bwd.DKV, mha_bwd.ROPE_SUM)
+FAMILIES: dict[str, Family] = {
+    family.op: family for family in (*(module.FAMILY for module in _MODULES), *_BACKWARD)
+}
 
 __all__ = [
     "ARCHS",

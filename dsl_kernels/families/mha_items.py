@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from .family import MHA, Axis, Values, helper
 
 KEYS = Axis("keys", "", ("whole", "split"), "whole", named=False)  # split: lists may have pieces
+LISTS = Axis("lists", "", ("forward", "backward"), "forward", named=False)  # backward: two
 
 
 def points(_arch: str) -> Iterator[Values]:
-    """Lists without pieces."""
+    """A list without pieces; those of the backward are built when they are asked for."""
     yield {}
 
 
 FAMILY = helper(
     "mha_items",
     KEYS,
+    LISTS,
     points=points,
     kind=MHA,
-    shown=("cu_seqlens_q", "work"),
-    results=("work",),
+    shown=("cu_seqlens_q", "work", "key_work"),
+    results=("work", "key_work"),
 )

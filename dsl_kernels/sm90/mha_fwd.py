@@ -59,7 +59,7 @@ from ..mha_list import ROWS, VALUES
 from ..smxx.mha_items import key_tiles
 from .dense_frames import move_frame
 from .mha_hidden import CONSUMER_WARPS, whole_tiles
-from .mha_parts import STAGES, Loads, Rows, has_tail, release
+from .mha_parts import STAGES, Loads, Rows, has_tail, release, to_a
 from .wgmma import issue, tiled_mma
 
 if TYPE_CHECKING:
@@ -405,7 +405,7 @@ class MhaFwd:
         warpgroup.wait_group(0)
         release(self.loads.k, st, slot)
         self._softmax(acc_s, state, first, True)
-        self._to_p16(acc_s, p16)
+        to_a(acc_s, p16, self.tile // 2, self.dtype)
 
     @cute.jit
     def _tile(self, st, operands, state, vc, first, masked: cutlass.Constexpr):
@@ -434,16 +434,7 @@ class MhaFwd:
             for v in cutlass.range_constexpr(self.d_v // 2):
                 acc_o[v] = acc_o[v] * (gamma0 if v // 2 % 2 == 0 else gamma1)
         release(self.loads.v, st, v_slot)
-        self._to_p16(acc_s, p16)
-
-    def _to_p16(self, acc_s, p16):
-        """P in 16 bits; vectors of a power of two, or else words are put together by PRMT."""
-        count = self.tile // 2
-        chunk = count & -count
-        layout = cute.make_layout(chunk)
-        for at in range(0, count, chunk):
-            values = cute.make_tensor(acc_s.iterator + at, layout).load().to(self.dtype)
-            cute.make_tensor(p16.iterator + at, layout).store(values)
+        to_a(acc_s, p16, self.tile // 2, self.dtype)
 
     @cute.jit
     def _last(self, st, operands, vc):

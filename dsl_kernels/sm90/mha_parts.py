@@ -60,6 +60,16 @@ def release(ring: cutlass.Constexpr, st, slot):
     arrive_if(ring.empty_barrier(st, slot), cute.arch.lane_idx() == 0)
 
 
+def to_a(acc, target, count: int, dtype) -> None:
+    """The first ``count`` fp32 values of an accumulator -> A of a further product, in 16 bits;
+    vectors of a power of two, or else words are put together by PRMT."""
+    chunk = count & -count
+    layout = cute.make_layout(chunk)
+    for at in range(0, count, chunk):
+        values = cute.make_tensor(acc.iterator + at, layout).load().to(dtype)
+        cute.make_tensor(target.iterator + at, layout).store(values)
+
+
 class Notes:
     """A few words at a time, from one warp to others that read them all: two slots.
 
@@ -106,7 +116,76 @@ class Notes:
         return tuple([cute.arch.make_warp_uniform(word) for word in note])
 
 
-class Loads:
+class WorkTiles:
+    """What every producer's warp does: it takes work tiles, and finds their boxes.
+
+    Attributes:
+        widths: channels of K's tensors, side by side in the tile.
+        tile: rows of a tile of what streams.
+    """
+
+    widths: tuple[int, ...]
+    tile: int
+
+    def _boxes(self, loaded, tiles, coords, tile, axis):
+        """(shared boxes by stage, global boxes by tile)."""
+        return cpasync.tma_partition(
+            loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
+            cute.group_modes(cute.local_tile(coords, tile, axis), 0, 2),
+        )  # fmt: skip
+
+    def _k_boxes(self, tk, tiles, k0, kv_head, rope_heads, keys: int = 0) -> Boxes:
+        """Of K's tensors, ``keys`` (0: a tile) at a time; RoPE channels may be those of one head
+        that all share."""
+        keys = keys or self.tile
+        out, at = [], 0
+        heads = (kv_head, cutlass.select_(rope_heads > 1, kv_head, Int32(0)))
+        for loaded, width, head in zip(tk, self.widths, heads):
+            part = cute.local_tile(tiles, (keys, width), (0, at // width, None))
+            moved = cute.domain_offset((k0, 0), loaded.coords[None, None, head])
+            out.append((loaded, *self._boxes(loaded, part, moved, (keys, width), (None, 0))))
+            at += width
+        return out
+
+    def taken_apart(self, gmem, j):
+        """Of work tile ``j``: its note without the last word; where its query tokens and keys
+        begin, how many there are, row tile and head."""
+        *tables, heads = gmem
+        tile, head = self._work_tile(j, tables[2][TILES], heads)
+        _, m, q0, k0, s_q, s_k = self.entry(tables, tile)
+        return (head, q0, s_q, s_k, m), (q0, k0, s_q, s_k, m, head)
+
+    def entry(self, tables, tile):
+        """Of the list's ``tile``-th entry: sequence, tile of it, where its query tokens and keys
+        begin, how many there are.  ``tables`` = (cu_seqlens_q, cu_seqlens_k, work)."""
+        cu_q, cu_k, work = tables
+        at = HEADER + TILE_WORDS * tile
+        sequence, m = work[at], work[at + 1]
+        q0, k0 = cu_q[sequence], cu_k[sequence]
+        return sequence, m, q0, k0, length(cu_q, sequence), length(cu_k, sequence)
+
+    @cute.jit
+    def _taken(self, work):
+        """Work tiles that were taken before, beyond the first of each CTA."""
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = Int32(cute.arch.atomic_add(work.iterator + TAKEN, Int32(1)))
+        return cute.arch.shuffle_sync(taken, 0)
+
+    @cute.jit
+    def _work_tile(self, j, tiles, heads):
+        """(place in the list, head) of work tile ``j``: mha_list.py."""
+        beside = Int32(SECTION)
+        last = cutlass.max(heads - LAST_SECTION, 0) // SECTION * SECTION  # its first head
+        first = j // (SECTION * tiles) * SECTION
+        if first >= last:
+            first, beside = last, heads - last
+        rest = j - first * tiles
+        tile = rest // beside
+        return tile, first + (rest - tile * beside)
+
+
+class Loads(WorkTiles):
     """The producer's warp: takes work tiles, notes them, loads them; and the rings that it fills.
 
     Attributes:
@@ -154,24 +233,6 @@ class Loads:
         for loaded, target, source in boxes:
             cute.copy(loaded.atom, source[None, tile], target[None, slot], tma_bar_ptr=barrier)
 
-    def _boxes(self, loaded, tiles, coords, tile, axis):
-        """(shared boxes by stage, global boxes by tile)."""
-        return cpasync.tma_partition(
-            loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
-            cute.group_modes(cute.local_tile(coords, tile, axis), 0, 2),
-        )  # fmt: skip
-
-    def _k_boxes(self, tk, tiles, k0, kv_head, rope_heads) -> Boxes:
-        """Of K's tensors; RoPE channels may be those of one head that all share."""
-        out, at = [], 0
-        heads = (kv_head, cutlass.select_(rope_heads > 1, kv_head, Int32(0)))
-        for loaded, width, head in zip(tk, self.widths, heads):
-            part = cute.local_tile(tiles, (self.tile, width), (0, at // width, None))
-            moved = cute.domain_offset((k0, 0), loaded.coords[None, None, head])
-            out.append((loaded, *self._boxes(loaded, part, moved, (self.tile, width), (None, 0))))
-            at += width
-        return out
-
     @cute.jit
     def run(self, st, layouts, tma, gmem, causal, group, rope_heads, ctas):
         """The role.  ``gmem`` = (cu_seqlens_q, cu_seqlens_k, work, query heads)."""
@@ -206,37 +267,6 @@ class Loads:
                 going = self.hidden.left(st, count)
             count += 1
         self.tails.write(st, told, (Int32(-1),) * self.tails.words)
-
-    def taken_apart(self, gmem, j):
-        """Of work tile ``j``: its note without the last word; where its query tokens and keys
-        begin, how many there are, row tile and head."""
-        cu_q, cu_k, work, heads = gmem
-        tile, head = self._work_tile(j, work[TILES], heads)
-        at = HEADER + TILE_WORDS * tile
-        sequence, m = work[at], work[at + 1]
-        q0, k0 = cu_q[sequence], cu_k[sequence]
-        s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
-        return (head, q0, s_q, s_k, m), (q0, k0, s_q, s_k, m, head)
-
-    @cute.jit
-    def _taken(self, work):
-        """Work tiles that were taken before, beyond the first of each CTA."""
-        taken = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            taken = Int32(cute.arch.atomic_add(work.iterator + TAKEN, Int32(1)))
-        return cute.arch.shuffle_sync(taken, 0)
-
-    @cute.jit
-    def _work_tile(self, j, tiles, heads):
-        """(place in the list, head) of work tile ``j``: mha_list.py."""
-        beside = Int32(SECTION)
-        last = cutlass.max(heads - LAST_SECTION, 0) // SECTION * SECTION  # its first head
-        first = j // (SECTION * tiles) * SECTION
-        if first >= last:
-            first, beside = last, heads - last
-        rest = j - first * tiles
-        tile = rest // beside
-        return tile, first + (rest - tile * beside)
 
     @cute.jit
     def _load(self, st, layouts, tma, where, counts, n, look):

@@ -4,8 +4,9 @@
 sequence first that sees the most keys, its row tiles from the last on, so that CTAs read the same K
 and V at the same time.  Persistent CTAs take from its front, and what is left at the end is short.
 Where keys may be split, it names every piece of a row tile, those that see the most keys first.
+Of the backward there is a second list, of tiles of keys, the sequence of most rows first.
 
-Roles        one CTA; a warp a sequence, a lane a row tile (a piece of one).
+Roles        one CTA a list; a warp a sequence, a lane a row tile (a piece of one).
 Memory       shared: ``BINS`` counts, which become places; sums of warps.
 Timeline     wait for the previous grid | (split: which sequences are, prefix sums of their partial
              rows and row tiles) | count tiles by keys seen | prefix sum, longest first |
@@ -106,6 +107,24 @@ def mha_split_items(
     )
 
 
+@cute.jit
+def mha_backward_items(
+    cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
+    cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
+    work: cute.Tensor,  # i32 (words,): row tiles
+    key_work: cute.Tensor,  # i32 (key_words,): tiles of keys, by the rows of their sequence
+    causal: Int32,  # 0 or 1
+    max_seqlen_q: Int32,  # as max_seqlen_k, of key_work
+    max_seqlen_k: Int32,
+    stream: Any,
+) -> None:
+    """Host half of both lists of the backward: a CTA each."""
+    longest = (max_seqlen_q, max_seqlen_k)
+    _two_lists(cu_seqlens_q, cu_seqlens_k, work, key_work, causal, longest).launch(
+        grid=(2, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    )
+
+
 @cute.kernel
 def _list(
     cu_seqlens_q: cute.Tensor,
@@ -115,18 +134,51 @@ def _list(
     max_seqlen_k: Int32,
     split: Any,  # room for splits, None where there are none
 ) -> None:
+    memory = _memory()
+    compat.pdl_wait()
+    compat.pdl_launch_dependents()
+    _make((cu_seqlens_q, cu_seqlens_k), work, memory, causal, max_seqlen_k, split)
+
+
+@cute.kernel
+def _two_lists(
+    cu_seqlens_q: cute.Tensor,
+    cu_seqlens_k: cute.Tensor,
+    work: cute.Tensor,
+    key_work: cute.Tensor,
+    causal: Int32,
+    longest: Any,  # max_seqlen_q, max_seqlen_k
+) -> None:
+    block, _, _ = cute.arch.block_idx()
+    memory = _memory()
+    compat.pdl_wait()
+    compat.pdl_launch_dependents()
+    if block == 0:
+        _make((cu_seqlens_q, cu_seqlens_k), work, memory, causal, longest[1], None)
+    else:
+        _make((cu_seqlens_k, cu_seqlens_q), key_work, memory, Int32(0), longest[0], None)
+
+
+def _memory() -> Any:
+    """The thread's number, sums of warps, counts."""
     tidx, _, _ = cute.arch.thread_idx()
     smem = cutlass.memory.SmemAllocator()
     sums = smem.allocate_tensor(Int32, cute.make_layout(SUMS), 16)
-    places = smem.allocate_tensor(Int32, cute.make_layout(BINS), 16)
-    compat.pdl_wait()
-    compat.pdl_launch_dependents()
+    return tidx, sums, smem.allocate_tensor(Int32, cute.make_layout(BINS), 16)
+
+
+@cute.jit
+def _make(
+    lengths: Any, work: cute.Tensor, memory: Any, causal: Int32, max_seqlen_k: Int32, split: Any
+) -> None:
+    """The list of row tiles by the keys that they see; ``lengths`` = (cu_seqlens_q, .._k)."""
+    cu_seqlens_q, _ = lengths
+    tidx, sums, places = memory
     shift = Int32(0)
     while ((max_seqlen_k + (KEYS - 1)) // KEYS) >> shift >= BINS:
         shift += 1
     for x in cutlass.range_constexpr(BINS // THREADS):
         places[x * THREADS + tidx] = Int32(0)
-    lengths = (cu_seqlens_q, cu_seqlens_k)
     begin, splits, words = Int32(HEADER), Int32(0), TILE_WORDS
     if cutlass.const_expr(split is not None):
         splits = _splits(lengths, work, sums, split)
@@ -258,6 +310,13 @@ def _each_sequence(
                     work[HEADER + TILE_WORDS * at + 1] = Int32(tile)
 
 
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the kernel cannot be built for ``spec``, or None."""
+    if spec.lists == "backward" and spec.keys == "split":
+        return "the backward's lists have no pieces"
+    return None
+
+
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
@@ -269,6 +328,11 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "causal": Int32(1),
         "max_seqlen_k": Int32(1),
     }
+    if spec.lists == "backward":
+        more = {"key_work": compat.vector(i32, compat.sym(name="key_words")), "causal": Int32(1)}
+        order = ("cu_seqlens_q", "cu_seqlens_k", "work")
+        ends = {"max_seqlen_q": Int32(1), "max_seqlen_k": Int32(1)}
+        return mha_backward_items, {**{name: fakes[name] for name in order}, **more, **ends}
     if spec.keys == "split":
         return mha_split_items, {**fakes, "most_splits": Int32(1), "partial_rows": Int32(1)}
     return mha_items, fakes

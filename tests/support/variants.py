@@ -12,6 +12,8 @@ CALLED_FOR = (
     "append_index_k_xbf16_ii64_hd1_sm90a", "append_kv_xf16_ii32_interleaved_rms_csf16_sm90a",
     "append_kv_xf32_ii32_kvbf16_sm90a", "fetch_dequant_xf32_indices_kvf16_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "mha_items_split_sm90a", "mha_merge_obf16_sm90a",
+    "mha_delta_dbf16_sm90a", "mha_dq_d192_dbf16_sm90a", "mha_dkv_d192_dbf16_sm90a",
+    "mha_rope_sum_dbf16_sm90a",
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
     "sparse_prefill_r16_d576_sm90a",
     "decode_pair_r128_p64_of32_sm100a", "dense_decode_pair_r128_p64_dbf16_sm100a",

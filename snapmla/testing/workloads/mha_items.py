@@ -36,6 +36,10 @@ def _given(lq: Sequence[int], lk: Sequence[int], causal: bool, spec: VariantSpec
     more: dict[str, Any] = {}
     if spec.keys == "split":
         words, more = room.list_words, {"most_splits": room.splits, "partial_rows": room.rows}
+    if spec.lists == "backward":
+        more = {"max_seqlen_q": max(lq, default=0)}
+        size = (workspace_words(sum(lk), len(lk)),)
+        more["key_work"] = torch.full(size, -7, dtype=torch.int32)
     return {
         "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk),
         "work": torch.full((words,), -7, dtype=torch.int32), "causal": int(causal),
@@ -68,7 +72,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     """Lengths 0 on either side, many sequences, few, none; long keys."""
     for lq, lk, causal in (*SMALL, *(SPLIT if spec.keys == "split" else ())):
         given = _given(lq, lk, causal, spec)
-        yield Call(given, {"work": "work"}, job=(lq, lk, causal), note=str(lq))
+        results = {str(name): str(name) for name in ("work", "key_work") if name in given}
+        yield Call(given, results, job=(lq, lk, causal), note=str(lq))
 
 
 def wrong(
@@ -138,11 +143,16 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
             reason = wrong_split(work, lq, lk, causal, room_of(lq, lk))
             bad += [f"{call.note}: {reason}"] if reason else []
             continue
-        reason = wrong(work, lq, lk, causal)
-        if not reason and any(x != -7 for x in work[HEADER + 2 * len(row_tiles(lq, lk, causal)) :]):
-            reason = "words behind the list were written"
-        if reason:
-            bad.append(f"{call.note}: {reason}")
+        lists = [(work, lq, lk, causal)]
+        if spec.lists == "backward":  # of tiles of keys: rows and keys change places
+            lists.append((call.arguments["key_work"].tolist(), lk, lq, False))
+        for words, *given in lists:
+            reason = wrong(words, *given)
+            behind = words[HEADER + 2 * len(row_tiles(*given)) :]
+            if not reason and any(x != -7 for x in behind):
+                reason = "words behind the list were written"
+            if reason:
+                bad.append(f"{call.note}: {reason}")
     return Result(not bad, "; ".join(bad) or "every row tile once, the longest sequence's first")
 
 
@@ -168,6 +178,9 @@ def recorded(case: Case, run: Runner) -> Recorded:
             order = (tiles[:, 0] * 2**20 + tiles[:, 1] * 16 + tiles[:, 2]).argsort()
         seen += [np.array(lq, np.int32), np.array(lk, np.int32)]
         found.append([work[:HEADER], tiles[order].int().flatten().to(run.device)])
+        if case.spec.lists == "backward":
+            of_keys = given["key_work"]
+            found[-1].append(of_keys[:HEADER])
     return exact.of_problems(seen, found, "tables")
 
 

@@ -1,0 +1,378 @@
+"""The backward of dense prefill on the software GPU, hazard check on: fp64 autograd, awkward
+numbers, neighbours, what the causal rule hides, bits, planted bugs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsl_kernels
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.testing import selfcheck
+from snapmla.testing.mha_grad_job import GradJob, variants
+from snapmla.testing.mha_job import MhaJob
+from snapmla.testing.workloads.mha_backward import forward_spec
+from softgpu import Hazard, Options, SoftGpuError, mutate, using
+from softgpu.ptx import Instr
+from tests.kernels.test_mha_fwd import equals, swings
+from tests.support.needs import needs_compiler
+from tests.support.planting import granted, line_of
+
+pytestmark = needs_compiler
+whole = pytest.mark.whole_matrix
+CHECKED = Options(hazards="raise", seed=3)
+MAIN = VariantSpec.from_name("mha_dq_d192_dbf16_sm90a")
+SPECS = [VariantSpec(op="mha_dq", d_qk=d, dtype=t) for d in (192, 128) for t in ("bf16", "f16")]
+of_each = pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+SOURCES = Path(dsl_kernels.__file__).parent / "sm90"
+
+
+def loaded(spec: VariantSpec) -> Any:
+    return selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+
+
+def caller(spec: VariantSpec) -> Callable[[str, Mapping[str, Any]], None]:
+    """Calls kernels by op and arguments."""
+    kernels: dict[str, Any] = {}
+
+    def call(op: str, given: Mapping[str, Any]) -> None:
+        if op not in kernels:
+            kernels[op] = loaded(variants(spec)[op])
+        kernels[op](*(given[name] for name in kernels[op].names.arguments))
+
+    return call
+
+
+def run(spec: VariantSpec, job: GradJob, options: Options = CHECKED) -> dict[str, Tensor]:
+    """Gradients by name."""
+    with using(options):
+        return job.run(caller(spec)).each
+
+
+def drawn(spec: VariantSpec, *lengths: Any, seed: int = 1, **options: Any) -> MhaJob:
+    torch.manual_seed(seed)
+    return MhaJob.draw(forward_spec(spec), *lengths, **options)
+
+
+def right(spec: VariantSpec, job: GradJob) -> None:
+    errors = job.errors(run(spec, job))
+    assert errors.right, str(errors)
+
+
+def test_small() -> None:
+    """All kernels: rows without keys, NaN behind, two heads in a sum, an LSE's gradient."""
+    forward = drawn(MAIN, (70, 0, 9), (67, 5, 3), 2, 2, ctas=1)
+    right(MAIN, GradJob.of(forward, lse_too=True, together=2))
+
+
+@whole
+@pytest.mark.parametrize("name", [
+    *(f"{op}_d{t}_sm90a" for op in ("mha_delta", "mha_rope_sum") for t in ("bf16", "f16")),
+    *(f"{op}_d{d}_d{t}_sm90a" for op in ("mha_dq", "mha_dkv") for d in (192, 128)
+      for t in ("bf16", "f16")),
+    "mha_items_backward_sm90a",
+])  # fmt: skip
+def test_workload(name: str) -> None:
+    spec = VariantSpec.from_name(name)
+    workload = selfcheck.Workload(
+        spec, runtime.find_or_build(spec, need_library=False).directory
+    )  # fmt: skip
+    with using(mutate.schedule(0)):
+        result = workload.run()
+    assert result.passed, result.summary
+
+
+@whole
+@pytest.mark.parametrize("causal", [True, False])
+@of_each
+def test_ragged(spec: VariantSpec, causal: bool) -> None:
+    """Lengths at and beside the edges of tiles; GQA; NaN of neighbours behind every end."""
+    lq, lk = (0, 1, 127, 128, 129, 300), (5, 1, 300, 128, 64, 300)
+    right(spec, GradJob.of(drawn(spec, lq, lk, 2, 1, causal=causal, ctas=3), lse_too=True))
+
+
+def neighbour(job: MhaJob) -> MhaJob:
+    """A job whose second sequence is NaN throughout."""
+    q, v, ks = job.q.clone(), job.v.clone(), tuple(k.clone() for k in job.ks)
+    rows = slice(job.lq[0], job.lq[0] + job.lq[1])
+    q[rows] = math.nan
+    keys = slice(job.lk[0], job.lk[0] + job.lk[1])
+    for x in (v, *ks):
+        x[keys] = math.nan
+    return replace(job, q=q, v=v, ks=ks)
+
+
+@whole
+@of_each
+def test_a_neighbour_of_nan_does_not_arrive(spec: VariantSpec) -> None:
+    """And is NaN itself; tiles of rows and keys are shared with it on either side."""
+    for causal in (True, False):
+        sound = GradJob.of(drawn(spec, (70, 40, 90), (75, 40, 100), 2, 1, causal=causal))
+        sick = GradJob.of(neighbour(sound.forward))
+        want, got = run(spec, sound), run(spec, replace(sick, dout=sound.dout))
+        for name in want:
+            first, end = (70, 110) if name == "dq" else (75, 115)
+            for rows in (slice(0, first), slice(end, end + 90)):
+                assert torch.equal(got[name][rows], want[name][rows]), (causal, name)
+            assert got[name][first:end].isnan().all(), (causal, name)
+
+
+STYLES: dict[str, Callable[[VariantSpec], MhaJob]] = {
+    "std 3": lambda s: drawn(s, (129,), (300,), 1, 1, spread=3.0),
+    "std 30": lambda s: drawn(s, (129,), (300,), 1, 1, spread=30.0),
+    "swings of 200 nats": lambda s: swings(drawn(s, (129,), (300,), 1, 1, causal=False)),
+    "queries that are keys": lambda s: equals(drawn(s, (129,), (300,), 1, 1)),
+}
+
+
+@whole
+@pytest.mark.parametrize("style", STYLES)
+@of_each
+def test_logits(spec: VariantSpec, style: str) -> None:
+    right(spec, GradJob.of(STYLES[style](spec)))
+
+
+@whole
+@of_each
+def test_one_huge_row_of_dout(spec: VariantSpec) -> None:
+    """As large as its products' sums leave dS finite."""
+    job = GradJob.of(drawn(spec, (129,), (200,), 2, 1))
+    dout = job.dout.clone()
+    dout[77] *= 1000.0
+    right(spec, replace(job, dout=dout))
+
+
+HIDDEN = ("a key", "a value", "a query", "a dO", "an output's gradient of an LSE")
+
+
+def sick_of(job: GradJob, what: str, at: int) -> GradJob:
+    """A job in which a key (of whatever part) or a query row is NaN."""
+    f = job.forward
+    q, v, dout, ks = f.q.clone(), f.v.clone(), job.dout.clone(), [k.clone() for k in f.ks]
+    dlse = torch.zeros_like(job.lse)
+    if what == "a key":
+        ks[-1][at, 0, 7] = math.nan
+    elif what == "a value":
+        v[at, 0, 100] = math.nan
+    elif what == "a query":
+        q[at, :, 3] = math.nan
+    elif what == "a dO":
+        dout[at, :, 90] = math.nan
+    else:
+        dlse[:, at] = math.nan
+    made = GradJob.of(replace(f, q=q, v=v, ks=tuple(ks)))
+    return replace(made, dout=dout, dlse=dlse)
+
+
+@whole
+@pytest.mark.parametrize("at", [5, 100, 131])
+@pytest.mark.parametrize("what", HIDDEN)
+@pytest.mark.parametrize("spec", SPECS[::3], ids=lambda s: s.name)
+def test_a_nan_that_the_causal_rule_hides_reaches_nobody(
+    spec: VariantSpec, what: str, at: int
+) -> None:
+    """Rows before it, and keys behind it, have the bits of a sound call; the others are NaN."""
+    sound = GradJob.of(drawn(spec, (150,), (150,), 2, 1))
+    sound = replace(sound, dlse=torch.zeros_like(sound.lse))
+    want, got = run(spec, sound), run(spec, sick_of(sound, what, at))
+    of_row = what not in ("a key", "a value")  # else it is in every row from ``at`` on
+    clean = [row for row in range(150) if (row != at if of_row else row < at)]
+    assert torch.equal(got["dq"][clean], want["dq"][clean])
+    sick = [row for row in range(150) if row not in clean]
+    assert got["dq"][sick].isnan().all(-1).all()
+    last = at if of_row else 149  # of the rows that are sick, the last one sees keys up to it
+    for name in ("dk_nope", "dk_rope", "dv"):
+        if name in got:
+            assert torch.equal(got[name][last + 1 : 150], want[name][last + 1 : 150]), name
+            if name == "dv" and what in ("a value", "an output's gradient of an LSE"):
+                assert torch.equal(got[name][:150], want[name][:150])  # P is of no V, nor dLSE
+            else:
+                assert got[name][: last + 1].isnan().all(), name
+
+
+def cut(job: GradJob, which: int) -> GradJob:
+    """One sequence of a job, alone."""
+    f = job.forward
+    rows = slice(sum(f.lq[:which]), sum(f.lq[: which + 1]))
+    keys = slice(sum(f.lk[:which]), sum(f.lk[: which + 1]))
+    forward = replace(
+        f, q=f.q[rows].clone(), v=f.v[keys].clone(), ks=tuple(k[keys].clone() for k in f.ks),
+        lq=(f.lq[which],), lk=(f.lk[which],), ctas=1,
+    )  # fmt: skip
+    return replace(
+        job,
+        forward=forward,
+        out=job.out[rows].clone(),
+        lse=job.lse[:, rows].clone(),
+        dout=job.dout[rows].clone(),
+    )
+
+
+@whole
+@of_each
+def test_bits_do_not_depend_on_batch_or_ctas(spec: VariantSpec) -> None:
+    job = GradJob.of(drawn(spec, (30, 90, 20), (40, 150, 7), 4, 2, ctas=3), together=2)
+    found = run(spec, job)
+    few = run(spec, replace(job, forward=replace(job.forward, ctas=1)))
+    alone = run(spec, cut(job, 1))
+    for name, x in found.items():
+        rows = slice(30, 120) if name == "dq" else slice(40, 190)
+        assert torch.equal(few[name].nan_to_num(7.0), x.nan_to_num(7.0)), name
+        assert torch.equal(alone[name], x[rows]), name
+
+
+@whole
+def test_heads_of_a_sum_change_its_order_alone() -> None:
+    """1, 2, 3 and 4 of four KV heads in a CTA; RoPE channels of each head's own."""
+    job = GradJob.of(drawn(MAIN, (70,), (80,), 4, 4))
+    found = [run(MAIN, replace(job, together=n)) for n in (1, 2, 3, 4)]
+    for each, together in zip(found, (1, 2, 3, 4)):
+        errors = replace(job, together=together).errors(each)
+        assert errors.right, str(errors)
+        for name in ("dq", "dk_nope", "dv"):
+            assert torch.equal(each[name].nan_to_num(7.0), found[0][name].nan_to_num(7.0))
+    right(MAIN, GradJob.of(drawn(MAIN, (70,), (80,), 4, 2, rope_heads=2)))
+
+
+@whole
+@pytest.mark.parametrize("spec", SPECS[::3], ids=lambda s: s.name)
+def test_schedules(spec: VariantSpec) -> None:
+    """Every role ahead of and behind the others; the same bits."""
+    job = GradJob.of(drawn(spec, (140, 0, 30), (150, 5, 70), 2, 2, ctas=2), together=2)
+    found = []
+    for seed in range(8):
+        with using(mutate.schedule(seed)):
+            found.append(job.run(caller(spec)).each)
+    errors = job.errors(found[0])
+    assert errors.right, str(errors)
+    for each in found[1:]:
+        for name, x in each.items():
+            assert torch.equal(x.nan_to_num(7.0), found[0][name].nan_to_num(7.0)), name
+
+
+@whole
+def test_stats_of_another_padding_are_refused() -> None:
+    """Objects that were compiled with another one would read other rows, and say nothing."""
+    job = GradJob.of(drawn(MAIN, (9,), (9,), 1, 1))
+    other = torch.zeros(1, 3, 128, 2)
+    for op, given in (("mha_delta", {**job.of_delta(), "stats": other}),
+                      ("mha_dq", job.of_dq(other)), ("mha_dkv", job.of_dkv(other))):  # fmt: skip
+        with pytest.raises(Exception, match="192"):
+            caller(MAIN)(op, given)
+
+
+def none(_ins: Instr) -> str:
+    """In place of an instruction that is left out."""
+    return ""
+
+
+PARTS = "mha_bwd_parts.py"
+# Bug: op, opcode, (file, text of its line, behind which text), what stands there, kind of hazard.
+Bug = tuple[str, str, tuple[str, ...], Callable[[Instr], str], str]
+BUGS: dict[str, Bug] = {
+    "a tile is multiplied before it is cleared, dQ": (
+        "mha_dq", "mbarrier.try_wait", (PARTS, "self.clean.wait_full"), granted, "race",
+    ),
+    "a tile is multiplied before it is cleared, dK": (
+        "mha_dkv", "mbarrier.try_wait", (PARTS, "self.clean.wait_full"), granted, "race",
+    ),
+    "what stays is not waited for, dQ": (
+        "mha_dq", "mbarrier.try_wait", ("mha_dq.py", "self.still.wait_full"), granted,
+        "read-before-complete",
+    ),
+    "what stays is not waited for, dK": (
+        "mha_dkv", "mbarrier.try_wait", ("mha_dkv.py", "self.still.wait_full"), granted,
+        "read-before-complete",
+    ),
+    "a slot is filled before it is free": (
+        "mha_dkv", "mbarrier.try_wait", (PARTS, "self.moving.wait_empty"), granted, "race",
+    ),
+    "S is read before it is there": (
+        "mha_dq", "wgmma.wait_group", ("mha_dq.py", "warpgroup.wait_group(1)"), none,
+        "register-in-flight",
+    ),
+    "what is cleared is not fenced": (
+        "mha_dkv", "fence.proxy", ("mha_dkv.py", "cute.arch.fence_proxy"), none,
+        "missing-proxy-fence",
+    ),
+    "accumulators are not fenced": (
+        "mha_dkv", "wgmma.fence", ("mha_dkv.py", "compat.wgmma_fence()", "def _tile"), none,
+        "missing-wgmma-fence",
+    ),
+}  # fmt: skip
+
+
+@whole
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_named(bug: str) -> None:
+    """Each schedule notices, or most do, and some name it."""
+    op, opcode, (file, *where), change, kind = BUGS[bug]
+    kernel = loaded(variants(MAIN)[op])
+    place = line_of(SOURCES / file, *where)
+    found = mutate.matching(kernel.program(kernel.entry), opcode, place)
+    assert found, f"no {opcode} at {place}"
+    job = GradJob.of(drawn(MAIN, (150, 9), (130, 70), 1, 1, ctas=1))
+    stats = job.want_stats().float()
+    said: list[str] = []
+    for mode, seed in (("late", None), ("early", None), ("random", 0), ("random", 1)):
+        changes = {ins.pc: change(ins) for ins in found}
+        given = job.of_dq(stats) if op == "mha_dq" else job.of_dkv(stats)
+        try:
+            with (
+                mutate.planted(kernel, kernel.entry, changes),
+                using(Options(asynchronous=mode, seed=seed, hazards="raise")),
+            ):
+                kernel(*(given[name] for name in kernel.names.arguments))
+        except SoftGpuError as error:
+            said.append(error.kind if isinstance(error, Hazard) else "fault")
+    assert kind in said, said
+
+
+def numeric(function: Callable[[Tensor], Tensor], x: Tensor, at: Iterable[int]) -> list[float]:
+    """Central differences of a scalar function."""
+    out = []
+    for i in at:
+        sides = []
+        for step in (1e-5, -1e-5):
+            moved = x.clone()
+            moved.view(-1)[i] += step
+            sides.append(float(function(moved).detach()))
+        out.append((sides[0] - sides[1]) / 2e-5)
+    return out
+
+
+def test_the_reference_is_finite_differences() -> None:
+    """The truth's own check, once: of q, both parts of K, and v."""
+    forward = drawn(MAIN, (5, 3), (7, 2), 2, 2)
+    forward = replace(
+        forward, q=forward.q[:8].double(), v=forward.v[:9].double(),
+        ks=tuple(k[:9].double() for k in forward.ks),
+    )  # fmt: skip
+    job = GradJob.of(forward)
+    job = replace(job, dout=job.dout.double(), dlse=torch.randn(2, 8).double())
+    grads = job.truth()
+    inputs = {"dq": forward.q, "dk_nope": forward.ks[0], "dk_rope": forward.ks[1], "dv": forward.v}
+
+    def value(name: str) -> Callable[[Tensor], Tensor]:
+        def of(x: Tensor) -> Tensor:
+            ks = {"dk_nope": (x, forward.ks[1]), "dk_rope": (forward.ks[0], x)}
+            changed = replace(
+                forward, q=x if name == "dq" else forward.q, v=x if name == "dv" else forward.v,
+                ks=ks.get(name, forward.ks),
+            )  # fmt: skip
+            return job.value(changed)
+
+        return of
+
+    for name, x in inputs.items():
+        at = range(0, x.numel(), max(1, x.numel() // 9))
+        exact = grads.each[name].reshape(-1)[list(at)].tolist()
+        assert numeric(value(name), x.contiguous(), at) == pytest.approx(exact, abs=1e-7), name
