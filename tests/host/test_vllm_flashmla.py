@@ -211,7 +211,8 @@ def names() -> dict[str, Any]:
     return {
         "flash_mla_with_kvcache": flashmla._Decode(decode_of_theirs),
         "flash_mla_sparse_fwd": flashmla._Prefill(prefill_of_theirs),
-        "logger": logging.getLogger("of.vllm"), "compute_global_topk_indices_and_lens": None,
+        "logger": types.SimpleNamespace(warning_once=lambda text: None),
+        "compute_global_topk_indices_and_lens": None,
         "is_quantized_kv_cache": lambda dtype: False,
         "reshape_query_for_spec_decode": lambda q, n: q.unflatten(0, (n, -1)),
         "reshape_attn_output_for_spec_decode": lambda o: o.flatten(0, 1),
