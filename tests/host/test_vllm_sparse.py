@@ -198,6 +198,11 @@ def test_a_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         step.chosen, step.rows, step.counts = chosen, rows, counts
         again = impl.forward_mqa(query, kv, step, None)
         assert all(torch.equal(a, b) for a, b in zip(again, (out, lse)))
+    impl.sinks = torch.tensor([0.5, -1.0, 8.0])  # weighs in results alone
+    sunk, same = impl.forward_mqa(parts, kv, step, None)
+    assert torch.equal(same, lse)
+    weighed = out[:2].float() / (1 + (impl.sinks - lse[:2]).exp())[..., None]
+    assert torch.allclose(sunk[:2].float(), weighed, rtol=0.01, atol=1e-3) and not sunk[2].any()
     assert newer == hasattr(ours.sparse.SparseMLACommonImpl, "_forward_mqa_kernel")
 
 
@@ -248,3 +253,27 @@ def test_absorbed_queries_by_token() -> None:
     assert type(kept.transpose(0, 1)) is type(torch.relu(kept)) is torch.Tensor
     assert torch.equal(kept.float(), plain) and torch.equal(q @ kept, q @ plain)
     absorbed.keep(torch.nn.Module())  # a layer without one
+
+
+def test_sinks(ours: Any) -> None:
+    """What of them is not served stops the engine with a sentence."""
+    from snapmla.integrations.vllm import refuse
+
+    def config(ranks: int = 1, force: bool = True) -> Any:
+        return types.SimpleNamespace(
+            parallel_config=types.SimpleNamespace(decode_context_parallel_size=ranks),
+            attention_config=types.SimpleNamespace(sparse_mla_force_mqa=force),
+        )
+
+    sinks = torch.zeros(HEADS)
+    assert ours.SnapMLASparseBackend.supports_sink() and new_impl(ours).sinks is None
+    for fine in ((None, None), (sinks, None), (sinks, config())):
+        refuse.sinks(fine[0], HEADS, fine[1])
+    for found, settings, said in (
+        (sinks.bfloat16(), None, r"sinks are float32 \(3,\).* bfloat16 \(3,\)"),
+        (sinks[:2], None, r"are float32 \(2,\)"),
+        (sinks, config(ranks=2), "leave --decode-context-parallel-size at 1"),
+        (sinks, config(force=False), "set attention_config.sparse_mla_force_mqa = True"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            refuse.sinks(found, HEADS, settings)

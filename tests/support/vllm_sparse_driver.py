@@ -306,9 +306,10 @@ def refusals() -> None:
     }  # fmt: skip
     backend, parallel = engine.backend, engine.config.parallel_config
     assert backend.validate_configuration(**asked) == []
+    assert backend.validate_configuration(**asked | {"has_sink": True}) == []
     for change in (
         {"head_size": 512}, {"kv_cache_dtype": "auto"}, {"use_sparse": False},
-        {"device_capability": DeviceCapability(10, 0)}, {"has_sink": True},
+        {"device_capability": DeviceCapability(10, 0)},
     ):  # fmt: skip
         reasons = backend.validate_configuration(**asked | change)
         print(f"{change}: {reasons}")
