@@ -83,6 +83,11 @@ VLLM_SPARSE = EnvVar(
     "0",
     "1 gives vLLM 0.26's backend FLASHMLA_SPARSE to ours; newer releases have SNAPMLA_SPARSE",
 )
+VLLM_FLASHMLA = EnvVar(
+    "SNAPMLA_VLLM_FLASHMLA",
+    "0",
+    "1 puts our kernels in the place of FlashMLA's inside of vLLM 0.26 and 0.33, V4's among them",
+)
 TEST_GPU = EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device")
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
@@ -95,6 +100,7 @@ TABLE: tuple[EnvVar, ...] = (
     DUMP_WHEN,
     DUMP_MB,
     VLLM_SPARSE,
+    VLLM_FLASHMLA,
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),

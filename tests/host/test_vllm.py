@@ -142,7 +142,7 @@ def test_an_override_takes_what_vllm_passes(release: str, name: str) -> None:
 def test_what_the_backend_uses_is_on_record() -> None:
     """Names that it imports from vLLM, and attributes of vLLM's MLA module."""
     used = set()
-    others = (SOURCE.with_name(name) for name in ("__init__.py", "invariant.py"))
+    others = map(SOURCE.with_name, ("__init__.py", "invariant.py", "first_step.py", "flashmla.py"))
     for path in (SOURCE, PREFILL, SPARSE, INDEXER, *others):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
@@ -161,9 +161,10 @@ def test_what_the_backend_uses_is_on_record() -> None:
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_records_have_what_is_needed(release: str) -> None:
     record = surface.recorded()[release]
-    assert set(record) == {*RELIED, *surface.REFUSED}
+    read = (*surface.REFUSED, *surface.RELIED_FLASHMLA, *surface.BOUND)
+    assert set(record) == {*RELIED, *read}
     absent = {name for name, value in record.items() if value is False}
-    assert absent <= surface.OPTIONAL | set(surface.REFUSED)
+    assert absent <= surface.OPTIONAL | {*surface.REFUSED, *surface.BOUND}
 
 
 def test_records_have_the_layers_that_are_refused() -> None:
@@ -568,6 +569,7 @@ class Registry:
         }
         registry = {"AttentionBackendEnum": enum, "register_backend": register_backend}
         config: dict[str, Any] = {}
+        forward = types.SimpleNamespace(create_forward_context=lambda *_: None)
         if newer:
             names = config["KV_CACHE_DTYPES"] = ["auto"]
 
@@ -577,7 +579,7 @@ class Registry:
 
             config["register_kv_cache_dtype"] = register_kv_cache_dtype
         for name, content in (
-            ("vllm", {}), ("vllm.v1", {}), ("vllm.v1.attention", {}),
+            ("vllm", {"forward_context": forward}), ("vllm.v1", {}), ("vllm.v1.attention", {}),
             ("vllm.v1.attention.backends", {}), ("vllm.config", {}),
             ("vllm.v1.attention.backends.registry", registry), ("vllm.config.cache", config),
             ("vllm.v1.attention.backends.mla", {}), ("vllm.v1.attention.backends.mla.prefill", {}),
@@ -733,7 +735,7 @@ def test_check_of_an_installation_that_works(folder: Path, monkeypatch: pytest.M
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     done = CliRunner().invoke(commands.app, ["check"])
     assert done.exit_code == 0, done.stdout
-    assert [line[:2] for line in done.stdout.splitlines()] == ["ok"] * 6
+    assert [line[:2] for line in done.stdout.splitlines()] == ["ok"] * 7
     (refused,) = (line for line in done.stdout.splitlines() if "refused" in line)
     assert "(MultiHeadLatentAttention, DeepseekV32Attention): for those start vLLM" in refused
     assert "models with index_topk (DSA) have a backend of their own, SNAPMLA_SPARSE" in refused

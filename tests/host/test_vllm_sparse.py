@@ -184,7 +184,7 @@ def test_a_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = torch.randn(3, HEADS, 512).bfloat16(), torch.randn(3, HEADS, 64).bfloat16()
     step = types.SimpleNamespace(
         rows=rows, counts=counts, req_id_per_token=torch.zeros(3), block_table=None, block_size=64,
-        plans=ours.Plans(HEADS, TOPK, torch.device("cpu"), True),
+        plans=ours.Plans(HEADS, TOPK, torch.device("cpu"), True), chosen=None,
     )  # fmt: skip
     out, lse = impl.forward_mqa(parts, kv, step, None)
     call = RecordCall(torch.cat(parts, -1), kv, rows, counts, SCALE)
@@ -193,7 +193,87 @@ def test_a_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.isneginf(lse[2]).all() and not out[2].any() and lse.shape == (3, HEADS)
     assert torch.allclose(lse[:2].double(), want_lse.T[:2], atol=1e-3)
     step.plans.piece = 2
-    assert all(
-        torch.equal(a, b) for a, b in zip(impl.forward_mqa(parts, kv, step, None), (out, lse))
-    )
+    by_head = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
+    for chosen, query in ((None, parts), (counts, parts), (counts, by_head)):
+        step.chosen, step.rows, step.counts = chosen, rows, counts
+        again = impl.forward_mqa(query, kv, step, None)
+        assert all(torch.equal(a, b) for a, b in zip(again, (out, lse)))
+    impl.sinks = torch.tensor([0.5, -1.0, 8.0])  # weighs in results alone
+    sunk, same = impl.forward_mqa(parts, kv, step, None)
+    assert torch.equal(same, lse)
+    weighed = out[:2].float() / (1 + (impl.sinks - lse[:2]).exp())[..., None]
+    assert torch.allclose(sunk[:2].float(), weighed, rtol=0.01, atol=1e-3) and not sunk[2].any()
     assert newer == hasattr(ours.sparse.SparseMLACommonImpl, "_forward_mqa_kernel")
+
+
+def test_where_choices_are_slots(ours: Any) -> None:
+    """Where all of the step's attention is ours and has the indexer's pages; else positions."""
+    counts = sys.modules[f"{plugin.__name__}.indexer"].Counts
+    slots, other = torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long)
+    pages = torch.zeros(2, 64, 132, dtype=torch.uint8)
+    memory = torch.zeros(8, dtype=torch.int32)
+
+    def reader(**change: Any) -> Any:
+        known = {"slots": True, "slot_mapping": slots, "block_size": 64, "chosen": None}
+        plans = types.SimpleNamespace(counts=memory)
+        return types.SimpleNamespace(**known | change, plans=plans)
+
+    def told(*readers: Any) -> Any:
+        step = types.SimpleNamespace(slot_mapping=slots)
+        steps = {str(i): each for i, each in enumerate((*readers, step, *readers))}
+        found = counts.of({"kv_cache": pages}, step, steps)
+        assert counts.of({"kv_cache": pages}, step, {}) is found  # known once a step
+        assert all(each.chosen is found for each in readers)
+        return found
+
+    assert told(reader()) is memory and told(reader(), reader()) is memory
+    assert told() is None and told(reader(), reader(slot_mapping=other)) is None
+    assert told(reader(slots=False)) is None and told(reader(block_size=128)) is None
+
+
+def test_absorbed_queries_by_token() -> None:
+    """A layer's product with and without a result given; other functions as before."""
+    from snapmla.integrations.vllm import absorbed
+
+    layer = torch.nn.Module()
+    layer.W_UK_T = torch.nn.Parameter(torch.randn(HEADS, 128, 512), requires_grad=False)
+    q, plain = torch.randn(HEADS, 5, 128), layer.W_UK_T
+    want = torch.bmm(q, plain)
+    absorbed.keep(layer)
+    absorbed.keep(layer)
+    kept = layer.W_UK_T
+    assert kept.data_ptr() == plain.data_ptr() and dict(layer.named_parameters())["W_UK_T"] is kept
+    room = torch.empty(HEADS, 5, 512)
+    for made in (torch.bmm(q, kept), torch.bmm(q, kept, out=room)):
+        assert torch.allclose(made, want) and made.transpose(0, 1).is_contiguous()
+    assert room.transpose(0, 1).is_contiguous() and kept.shape == (HEADS, 128, 512)
+    by_token = torch.empty(5, HEADS, 512)  # as newer releases give it
+    torch.bmm(q, kept, out=by_token.transpose(0, 1))
+    assert torch.allclose(by_token.transpose(0, 1), want)
+    assert type(kept.transpose(0, 1)) is type(torch.relu(kept)) is torch.Tensor
+    assert torch.equal(kept.float(), plain) and torch.equal(q @ kept, q @ plain)
+    absorbed.keep(torch.nn.Module())  # a layer without one
+
+
+def test_sinks(ours: Any) -> None:
+    """What of them is not served stops the engine with a sentence."""
+    from snapmla.integrations.vllm import refuse
+
+    def config(ranks: int = 1, force: bool = True) -> Any:
+        return types.SimpleNamespace(
+            parallel_config=types.SimpleNamespace(decode_context_parallel_size=ranks),
+            attention_config=types.SimpleNamespace(sparse_mla_force_mqa=force),
+        )
+
+    sinks = torch.zeros(HEADS)
+    assert ours.SnapMLASparseBackend.supports_sink() and new_impl(ours).sinks is None
+    for fine in ((None, None), (sinks, None), (sinks, config())):
+        refuse.sinks(fine[0], HEADS, fine[1])
+    for found, settings, said in (
+        (sinks.bfloat16(), None, r"sinks are float32 \(3,\).* bfloat16 \(3,\)"),
+        (sinks[:2], None, r"are float32 \(2,\)"),
+        (sinks, config(ranks=2), "leave --decode-context-parallel-size at 1"),
+        (sinks, config(force=False), "set attention_config.sparse_mla_force_mqa = True"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            refuse.sinks(found, HEADS, settings)

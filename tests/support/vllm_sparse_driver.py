@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -40,8 +40,24 @@ def with_past(**options: Any) -> Engine:
     return engine
 
 
+@contextlib.contextmanager
+def queries() -> Iterator[list[bool]]:
+    """Whether each call of sparse decode had its query in two tensors."""
+    from snapmla.integrations.vllm import sparse
+
+    seen, call = [], sparse.sparse_decode
+
+    def noted(q: Any, *given: Any, **named: Any) -> Any:
+        seen.append(isinstance(q, tuple))
+        return call(q, *given, **named)
+
+    with mock.patch.object(sparse, "sparse_decode", noted):
+        yield seen
+
+
 def decode() -> None:
-    """s_q of 1 and 2; what is chosen does not depend on the batch."""
+    """s_q of 1 and 2; what is chosen does not depend on the batch.  Slots straight from the
+    indexer, but beside drafts; queries in two tensors from the second step on, the same bits."""
     for s_q in (1, 2):
         engine = with_past(drafts=s_q - 1, apart=2)
         requests = [0, 1, 2]
@@ -50,7 +66,13 @@ def decode() -> None:
         chosen = engine.choose(step, tokens)
         built = engine.index_builder.build(0, step)
         assert (built.num_decodes, built.num_prefills) == (3, 0)
-        q, got = engine.attend(step, tokens)
+        assert (engine.built.chosen is not None) == (s_q == 1)
+        q, first = engine.attend(step, tokens)
+        CONVERTED.clear()
+        with queries() as two:
+            _, got = engine.attend(step, tokens, q)
+        assert two == [True] and len(CONVERTED) == s_q - 1
+        assert torch.equal(got, first)
         engine.check(f"decode of {s_q} query tokens", q, got, tokens, chosen)
         for i in requests:
             alone = engine.step([s_q], [i])
@@ -104,6 +126,7 @@ def prompts() -> None:
             at += size
         return tuple(torch.cat(part) for part in zip(*parts))  # type: ignore[return-value]
 
+    CONVERTED.clear()
     whole = run([count], beside=False)
     tokens = engine.tokens([count], [2])
     engine.check("one prefill", q, whole[1], tokens, whole[0])
@@ -112,6 +135,7 @@ def prompts() -> None:
         same = [torch.equal(a, b) for a, b in zip(whole, again)]
         print(f"chunks of {sizes}, beside a decode {beside}: the same choice and bits {same}")
         assert same == [True, True]
+    assert not CONVERTED  # slots, of a prompt and of a decode beside it
     short_prompt(engine)
 
 
@@ -146,7 +170,7 @@ def ranks() -> None:
         step = engine.step(new, requests)
         chosen = engine.choose(step, tokens)
         q = torch.randn(len(tokens), HEADS, LATENT + ROPE).bfloat16()
-        built = engine.builder.build(0, step)
+        built = engine.built
         want, _ = engine.layer.impl.forward_mqa(q, engine.kv, built, engine.layer)
         one = engine.kv.clone(), engine.index_pages.clone()
         told: list[Tensor] = []
@@ -266,7 +290,7 @@ def layer() -> None:
     print(f"two layers, chunks of {sizes}: the bits of one prefill {same}", flush=True)
     print(f"positions were turned into rows {converted_by} times by both layers")
     assert whole.isfinite().all() and same
-    assert converted_by[1:3] == [1, 1], "layers of a group share decode's rows"
+    assert converted_by == [0, 0, 0, 0], "both layers take the slots of one indexer"
 
 
 def refusals() -> None:
@@ -282,9 +306,10 @@ def refusals() -> None:
     }  # fmt: skip
     backend, parallel = engine.backend, engine.config.parallel_config
     assert backend.validate_configuration(**asked) == []
+    assert backend.validate_configuration(**asked | {"has_sink": True}) == []
     for change in (
         {"head_size": 512}, {"kv_cache_dtype": "auto"}, {"use_sparse": False},
-        {"device_capability": DeviceCapability(10, 0)}, {"has_sink": True},
+        {"device_capability": DeviceCapability(10, 0)},
     ):  # fmt: skip
         reasons = backend.validate_configuration(**asked | change)
         print(f"{change}: {reasons}")

@@ -163,6 +163,8 @@ class Engine:
         with mock.patch.object(envs, "VLLM_BATCH_INVARIANT", invariant, create=True):
             self.builder = self.new_builder()
         self.shard = (0, 1, 1)  # rank, ranks, tokens of a turn
+        self.built: Any = None  # attention's metadata of the step that was chosen for last
+        self.built_of: Any = None
         self.index_builder = new_index_builder(self)
         self.lengths = [0] * len(LENGTHS)
         self.latents = [torch.randn(WIDTH * PAGE, LATENT).bfloat16() for _ in LENGTHS]
@@ -231,7 +233,8 @@ class Engine:
         )  # fmt: skip
 
     def choose(self, step: Any, tokens: list[tuple[int, int]]) -> Tensor:
-        """What the layer's indexer writes of them: positions (tokens, topk)."""
+        """What the layer's indexer chooses, as positions (tokens, topk); slots of the buffer are
+        turned back."""
         from vllm.forward_context import set_forward_context
 
         count = step.num_actual_tokens
@@ -241,11 +244,22 @@ class Engine:
         )
         positions = torch.tensor([at for _, at in tokens] + [0] * (count - len(tokens)))
         self.buffer.fill_(-7)
-        metadata = {self.indexer.k_cache.prefix: self.index_builder.build(0, step)}
+        self.built, self.built_of = self.builder.build(0, step), step
+        metadata = {
+            self.indexer.k_cache.prefix: self.index_builder.build(0, step),
+            self.layer.layer_name: self.built,
+        }
         with set_forward_context(metadata, self.config), torch.no_grad():
             found = self.indexer(hidden, low_rank, positions, self.rope)
         assert found.data_ptr() == self.buffer.data_ptr() and (self.buffer[count:] == -7).all()
-        return self.buffer[:count].clone()
+        chosen = self.buffer[:count].clone()
+        if self.built.chosen is not None and not (chosen == -7).all():  # else nothing chose
+            assert torch.equal(self.built.chosen[:count], (chosen >= 0).sum(1, dtype=torch.int32))
+            for row, (i, _) in zip(chosen, tokens):
+                pages = {page: at for at, page in reversed(list(enumerate(TABLE[i])))}
+                there = [pages[int(s) // PAGE] * PAGE + int(s) % PAGE for s in row[row >= 0]]
+                row[: len(there)] = torch.tensor(there)
+        return chosen
 
     def write(self, tokens: list[tuple[int, int]]) -> None:
         """New tokens into the KV cache, as the layer does; a skipped one behind them."""
@@ -276,8 +290,9 @@ class Engine:
         out = torch.zeros(count, HEADS * V, dtype=torch.bfloat16)
         padded = tokens + [(0, 0)] * (count - len(tokens))
         new = self.of(self.latents, padded), self.of(self.ropes, padded).unsqueeze(1)
+        built = self.built if self.built_of is step else self.builder.build(0, step)
         with torch.no_grad():
-            self.layer.forward_impl(q, *new, self.kv, self.builder.build(0, step), output=out)
+            self.layer.forward_impl(q, *new, self.kv, built, output=out)
         return q, out.view(count, HEADS, V)
 
     # ------------------------------------------------------------------ what it should have been

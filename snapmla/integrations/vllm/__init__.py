@@ -13,6 +13,12 @@ DSA models (DeepSeek-V3.2, GLM-5) have a backend of their own (``sparse.py``), w
 
 0.26 has no name left for it, so there it takes the one of vLLM's own, where that is asked for.
 
+Models whose layers choose their own attention (DeepSeek-V4, V4.1) are reached another way, which
+serves V3.2, HY-V4 and dense decode of 16 bits, too, and changes nothing but kernels
+(``flashmla.py``)::
+
+    SNAPMLA_VLLM_FLASHMLA=1 vllm serve MODEL                                           # both
+
 Prompts are computed by vLLM's own prefill backend, or by ours where it is asked for, which was not
 run on a GPU yet (``prefill.py`` says how).
 
@@ -40,8 +46,18 @@ def register() -> None:
     ``CUSTOM`` is given to it in every release.  Releases that take new names get ``SNAPMLA`` and
     the cache dtype ``snapmla``, whose tokens take 644 bytes, and ``SPARSE_BACKEND``; others give
     ``FLASHMLA_SPARSE`` away if ``SNAPMLA_VLLM_SPARSE`` says so.  The prefill backend has the names
-    of the first; vLLM does not choose it by itself.
+    of the first; vLLM does not choose it by itself.  With ``SNAPMLA_VLLM_FLASHMLA`` FlashMLA's
+    names inside of vLLM are ours, in releases that are known.
     """
+    from snapmla.integrations.vllm import first_step, flashmla
+
+    _register_backends()
+    if env.VLLM_FLASHMLA.enabled():
+        flashmla.install()
+    first_step.watch()
+
+
+def _register_backends() -> None:
     from vllm.v1.attention.backends.mla.prefill.registry import (
         MLAPrefillBackendEnum,
         register_mla_prefill_backend,

@@ -11,11 +11,14 @@ from typing import Annotated
 
 import typer
 
+from dsl_kernels.cache_records import v4
 from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.spec import VariantSpec
-from snapmla import info
+from snapmla import env, info
 from snapmla.dispatch.calls import choose_sparse
 from snapmla.dispatch.cards import cards
+from snapmla.dispatch.model import Model
+from snapmla.dispatch.needs import needs
 from snapmla.dsa import shapes
 from snapmla.dsa.index_logits import unit_choices
 from snapmla.errors import SnapMLAError
@@ -25,6 +28,7 @@ from snapmla.integrations.vllm import refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
+V4, HEADS = v4.RECORD.name, (64, 128)
 ROWS = "sm_90a"  # target of kernels for rows of 656 bytes
 INSTEAD = ": elsewhere vLLM's own FLASHMLA_SPARSE serves these models"
 
@@ -38,7 +42,8 @@ def release() -> Finding:
     known = sorted(surface.recorded())
     if found in known:
         return Finding(True, f"vllm {found}, which the backend was run with")
-    return Finding(None, f"vllm {found}: the backend was run with {' and '.join(known)}")
+    releases = " and ".join(known)
+    return Finding(None, f"vllm {found}: known releases are {releases}, others were not looked at")
 
 
 def names() -> Iterator[Finding]:
@@ -67,6 +72,17 @@ def not_served() -> Finding:
         f"({', '.join(layers)}): for those {refuse.INSTEAD}; models with index_topk (DSA) have a "
         "backend of their own, SNAPMLA_SPARSE (0.26: FLASHMLA_SPARSE with SNAPMLA_VLLM_SPARSE=1)",
     )
+
+
+def flashmla_names() -> Finding:
+    """Whether FlashMLA's names inside of vLLM become ours."""
+    name, known = env.VLLM_FLASHMLA.name, " and ".join(sorted(surface.recorded()))
+    if not env.VLLM_FLASHMLA.enabled():
+        off = "DeepSeek-V4 and other models that call FlashMLA run on vLLM's kernels"
+        return Finding(True, f"{name} is off: {off}")
+    if surface.known_release() is None:
+        return Finding(False, f"{name}=1 is for vllm {known}: here its kernels stay vLLM's own")
+    return Finding(True, f"{name}=1: FlashMLA's names inside of vLLM are snapmla's")
 
 
 def entry_point() -> Finding:
@@ -105,8 +121,21 @@ def needed_sparse() -> list[VariantSpec]:
     ]
 
 
-def kernels(sparse: bool = False) -> Iterator[Finding]:
+def needed_flashmla() -> list[VariantSpec]:
+    """Kernels behind FlashMLA's names, of the heads that vLLM's layers pad to."""
+    models = (
+        Model(HEADS, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
+        for cache in (FORMAT, V4)
+    )
+    found = [spec for model in (*models, Model(HEADS, dtype="bf16")) for spec in needs(model)]
+    around = ("append_kv", "fetch_dequant")  # which vLLM does by itself
+    return list(dict.fromkeys(spec for spec in found if spec.op not in around))
+
+
+def kernels(sparse: bool = False, flashmla: bool = False) -> Iterator[Finding]:
     """The kernels that a backend calls: built, to be compiled at first use, or missing."""
+    if flashmla:
+        return findings.kernels(needed_flashmla(), ROWS)
     if sparse:
         return findings.kernels(needed_sparse(), ROWS)
     return findings.kernels(needed(findings.arch()), findings.arch())
@@ -115,14 +144,15 @@ def kernels(sparse: bool = False) -> Iterator[Finding]:
 @app.command()
 def check(
     sparse: Annotated[bool, typer.Option(help="with DSA models, by SNAPMLA_SPARSE")] = False,
+    flashmla: Annotated[bool, typer.Option(help="by SNAPMLA_VLLM_FLASHMLA alone")] = False,
 ) -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
     try:
         found = [release()]
         if found[0].ok is not False:
-            found += [*names(), not_served()]
-        fits = card(ROWS, instead=INSTEAD) if sparse else card()
-        found += [entry_point(), fits, *kernels(sparse)]
+            found += [*names(), not_served(), flashmla_names()]
+        fits = card(ROWS, instead=INSTEAD) if sparse or flashmla else card()
+        found += [entry_point(), fits, *kernels(sparse, flashmla)]
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:

@@ -16,6 +16,9 @@ Where a step goes::
 
 Choices are exact, in ascending order of position, the same in any batch (docs/dsa.md).  Rows are
 written whole, -1 behind what was chosen, so nothing is cleared before.
+
+vLLM's buffer is of positions.  Where the step's attention is ours and has the indexer's pages it
+gets slots instead, and how many (``Counts``), so nobody turns positions into them.
 """
 
 from __future__ import annotations
@@ -126,11 +129,12 @@ def choose(**given: Any) -> torch.Tensor:
     if _nobody_reads(given, steps):
         return buffer
     ranks = Ranks.of(given)
+    counts = None if ranks is not None else Counts.of(given, step, steps)
     if step.num_prefills:
         for chunk in step.prefill.chunks:
-            _prompt(Rows.of(given, chunk.token_start, chunk.token_end), chunk, ranks)
+            _prompt(Rows.of(given, chunk.token_start, chunk.token_end, counts), chunk, ranks)
     if step.num_decodes:
-        _decode(Rows.of(given, 0, step.num_decode_tokens), step, ranks)
+        _decode(Rows.of(given, 0, step.num_decode_tokens, counts), step, ranks)
     return buffer
 
 
@@ -167,6 +171,40 @@ def _is_full_graph() -> bool:
     return captured or getattr(mode, "name", "") == "FULL"
 
 
+class Counts(NamedTuple):
+    """Where a step's choices are slots: how many each query token has.
+
+    Attributes:
+        memory: int32 (tokens,) or more; None: choices are positions.
+        readers: metadata of the step's attention, which is told.
+    """
+
+    memory: torch.Tensor | None
+    readers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, given: Arguments, step: Any, steps: Mapping[str, Any]) -> torch.Tensor | None:
+        """The memory of a call; looked for once a step."""
+        found = getattr(step, "_snapmla", None)
+        if found is None:
+            found = step._snapmla = cls._found(given, step, steps)
+        for each in found.readers:
+            each.chosen = found.memory
+        return found.memory
+
+    @classmethod
+    def _found(cls, given: Arguments, step: Any, steps: Mapping[str, Any]) -> Counts:
+        """Caches that share slots share their block tables, as each kind of page has its own."""
+        ours = {id(each): each for each in steps.values() if hasattr(each, "chosen")}
+        readers = tuple(ours.values())
+        slots, page = step.slot_mapping.data_ptr(), given["kv_cache"].shape[1]
+        same = [r.slots and r.slot_mapping.data_ptr() == slots and r.block_size == page
+                for r in readers]  # fmt: skip
+        if not readers or not all(same):
+            return cls(None, ())
+        return cls(readers[0].plans.counts, readers)
+
+
 class Rows(NamedTuple):
     """Query tokens of one call, what they are scored against, and where choices go.
 
@@ -176,6 +214,7 @@ class Rows(NamedTuple):
         pages: uint8 (pages, 64, 132).
         out: int32 (n, topk).
         most: tokens that a sequence can have.
+        counts: int32 (n,) beside slots; None: positions.
     """
 
     q: torch.Tensor
@@ -183,14 +222,15 @@ class Rows(NamedTuple):
     pages: torch.Tensor
     out: torch.Tensor
     most: int
+    counts: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, given: Arguments, begin: int, end: int) -> Rows:
+    def of(cls, given: Arguments, begin: int, end: int, counts: torch.Tensor | None = None) -> Rows:
         """Tokens ``begin`` to ``end`` of a step."""
         out = given["topk_indices_buffer"][begin:end, : given["topk_tokens"]]
         return cls(
             given["q_quant"][begin:end], given["weights"][begin:end], given["kv_cache"], out,
-            given["max_model_len"],
+            given["max_model_len"], None if counts is None else counts[begin:end],
         )  # fmt: skip
 
     @property
@@ -206,8 +246,9 @@ class Rows(NamedTuple):
         if s_q is not None:
             q, w = q.unflatten(0, (-1, s_q)), w.unflatten(0, (-1, s_q))
         index_topk(
-            q, w, self.pages, table, lengths, self.out.shape[1], cu_seqlens_q=begins, slots=False,
-            max_tokens=self.most if most is None else most, out=self.out,
+            q, w, self.pages, table, lengths, self.out.shape[1], cu_seqlens_q=begins,
+            slots=self.counts is not None, max_tokens=self.most if most is None else most,
+            out=self.out, counts=self.counts,
         )  # fmt: skip
 
 

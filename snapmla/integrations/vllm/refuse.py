@@ -165,6 +165,37 @@ def sparse_layer(
         )
 
 
+def sinks(found: torch.Tensor | None, heads: int, vllm_config: Any) -> None:
+    """Stops at sinks of another kind, or where something else than our kernels would leave them
+    out.
+
+    Args:
+        found: float32 (heads,), or None.
+
+    Raises:
+        ValueError: saying which setting to change.
+    """
+    if found is None:
+        return
+    if found.dtype != torch.float32 or tuple(found.shape) != (heads,):
+        raise ValueError(
+            f"snapmla: sinks are float32 ({heads},), a logit a head; this layer's are "
+            f"{str(found.dtype).removeprefix('torch.')} {tuple(found.shape)}"
+        )
+    if vllm_config is None:
+        return
+    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        raise ValueError(
+            "snapmla: each rank of context parallelism would count a sink: leave "
+            "--decode-context-parallel-size at 1"
+        )
+    if not getattr(vllm_config.attention_config, "sparse_mla_force_mqa", False):
+        raise ValueError(
+            "snapmla: vLLM's dense attention of short prompts knows no sinks: set "
+            "attention_config.sparse_mla_force_mqa = True"
+        )
+
+
 def indexer(found: Any) -> None:
     """Stops at a layer's indexer whose keys or choices ours does not know.
 

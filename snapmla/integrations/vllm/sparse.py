@@ -1,18 +1,23 @@
-"""The sparse backend's classes, for DSA models (DeepSeek-V3.2, GLM-5; vLLM 0.26 to 0.33).
+"""The sparse backend's classes, for DSA models (DeepSeek-V3.2, GLM-5; vLLM 0.26, 0.33).
 
 Where a step goes::
 
     build          once a step      SnapMLASparseMetadataBuilder: vLLM's metadata; plans wait in it
     each layer     do_kv_cache_update       append_kv into rows of 656 bytes
-                   the layer's indexer      ours (indexer.py), into vLLM's buffer of positions
-                   forward_mqa              vLLM turns positions into rows, once an index group;
-                                            then decode(..., indices=)
+                   the layer's indexer      ours (indexer.py), into vLLM's buffer: slots, and how
+                                            many, where attention's pages are the indexer's
+                   forward_mqa              decode(..., indices=) over them, with queries in two
+                                            tensors (absorbed.py)
                    forward_mha              vLLM's own, of short prompts; of a prefix that is cached
                                             chunks are fetched by fetch_dequant
 
 Decode, drafts and prompts are one call: each query token is a sequence of its own, with a list of
 rows and their number.  So plans depend on the number of query tokens alone, no length of a step is
 read, and slots that pad a graph are lists of nothing.  Heads are taken as they are.
+
+Choices stay positions, which vLLM turns into rows once an index group, with context parallelism and
+with speculative decoding: a draft may read the buffer that the target's indexer wrote, with another
+backend than this one.
 
 The bytes are vLLM's ``fp8_ds_mla``, whoever writes them: the layer that CUDA builds use for
 DeepSeek-V3.2 appends in an operator of its own (``fused_norm_rope``), which rounds scales up to
@@ -34,6 +39,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention import sparse_mla_attention as sparse
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -47,11 +53,12 @@ from dsl_kernels.cache_records.ds_mla import FORMAT, ROW_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK
 from snapmla import cache, quant
 from snapmla.integrations import vllm as plugin
+from snapmla.integrations.vllm import absorbed, invariant, refuse
 from snapmla.integrations.vllm import indexer as choosing
-from snapmla.integrations.vllm import invariant, refuse
 from snapmla.integrations.vllm.backend import operators
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan_cache import SparsePlanCache
+from snapmla.sparse.query import row_stride
 
 PAGE = 64
 MOST_DECODED = 128  # new tokens of a request that is no prompt; both go the same way here
@@ -114,6 +121,10 @@ class SnapMLASparseBackend(AttentionBackend):
         return capability.major == 9  # kernels for rows of 656 bytes; FlashMLA's serve elsewhere
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True  # a logit a head that weighs in results, as HY-V4 has it
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True  # the indexer is ours, too: exact, and the same in any batch
 
@@ -150,9 +161,18 @@ _Metadata: Any = getattr(sparse, "SparseMLACommonMetadata", _OlderMetadata)
 
 @dataclass(kw_only=True)
 class SnapMLASparseMetadata(_Metadata):
-    """vLLM's, with the plans of its builder."""
+    """vLLM's, with the plans of its builder.
+
+    Attributes:
+        plans: of its builder.
+        slots: whether choices may be slots.
+        chosen: int32 (tokens,) or more, how many slots each query token has in vLLM's buffer; None
+            where positions are in it.  The step's indexers set it.
+    """
 
     plans: Plans | None = None
+    slots: bool = False
+    chosen: torch.Tensor | None = None
 
 
 class Plans:
@@ -162,10 +182,18 @@ class Plans:
         heads: of a call; with context parallelism those of all ranks.
         topk: width of a list.
         invariant: whether lists are cut at fixed places.
+        tokens: the most query tokens of a step; 0: their choices are positions.
+
+    Attributes:
+        counts: int32 (tokens,), how many slots each query token has: memory of the layer that is
+            at work.
     """
 
-    def __init__(self, heads: int, topk: int, device: torch.device, invariant: bool) -> None:
-        self.topk = topk
+    def __init__(
+        self, heads: int, topk: int, device: torch.device, invariant: bool, tokens: int = 0
+    ) -> None:
+        self.topk, self.invariant = topk, invariant
+        self.counts = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.piece = max(1, PIECE_ROWS // heads) if invariant else None
         self._cache = SparsePlanCache(
             heads, device=device, cache_dtype=FORMAT, check_stale=False,
@@ -209,9 +237,11 @@ class SnapMLASparseMetadataBuilder(sparse.SparseMLACommonMetadataBuilder[SnapMLA
             MOST_DECODED, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
         heads = self.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        alone = self.dcp_world_size == 1 and vllm_config.speculative_config is None
         self.plans = Plans(
-            heads * self.dcp_world_size, self.topk_tokens, device, bool(envs.VLLM_BATCH_INVARIANT)
-        )
+            heads * self.dcp_world_size, self.topk_tokens, device, bool(envs.VLLM_BATCH_INVARIANT),
+            vllm_config.scheduler_config.max_num_batched_tokens if alone else 0,
+        )  # fmt: skip
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
 
     def build(
@@ -219,6 +249,7 @@ class SnapMLASparseMetadataBuilder(sparse.SparseMLACommonMetadataBuilder[SnapMLA
     ) -> SnapMLASparseMetadata:
         step = super().build(common_prefix_len, common_attn_metadata, fast_build)
         step.plans = self.plans
+        step.slots = step.num_actual_tokens <= self.plans.counts.shape[0]
         return step
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SnapMLASparseMetadata:
@@ -294,12 +325,15 @@ class SnapMLASparseImpl(_Impl):
                 "snapmla: decoder attention only, without alibi_slopes, sliding_window, "
                 "logits_soft_cap"
             )
+        sinks = mla_options.pop("sinks", None)  # of models that have them; vLLM's base has not
         refuse.sparse_layer(head_size, kv_cache_dtype)
+        refuse.sinks(sinks, num_heads, get_current_vllm_config_or_none())
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
             kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name,
             indexer=indexer, **mla_options,
         )  # fmt: skip
+        self.sinks = sinks
         self.supports_quant_query_input = False  # the layer then hands over (q_nope, q_rope)
         self._caches: dict[tuple[Any, ...], cache.PagedKVCache] = {}
         self._thread = threading.local()  # batches in two halves run in two threads
@@ -351,8 +385,16 @@ class SnapMLASparseImpl(_Impl):
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q (tokens, h, 576), or its two parts -> out (tokens, h, 512), LSE (tokens, h) or None."""
-        self._thread.plans = attn_metadata.plans
-        return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        plans, counts = attn_metadata.plans, attn_metadata.chosen
+        assert plans is not None  # of our builder
+        if isinstance(q, tuple) and not plans.invariant:
+            absorbed.keep(layer)
+        self._thread.plans = plans
+        if counts is None:
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        n = (q[0] if isinstance(q, tuple) else q).shape[0]
+        slots = self.topk_indices_buffer[:n, : plans.topk]
+        return self._attend(q, self._cache(kv_c_and_k_pe_cache, rows=False), slots, counts[:n])
 
     def _forward_mqa_kernel(
         self,
@@ -367,18 +409,32 @@ class SnapMLASparseImpl(_Impl):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of query tokens to rows ``topk_indices`` (tokens, topk), the first
         ``valid_counts`` (tokens,) of each."""
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
         # 0.26 numbers slots, newer releases rows of a pool that layers may share
-        rows, plans = self._cache(kv_cache, rows=ASKS_FOR_KERNEL), self._thread.plans
-        out = q.new_empty((*q.shape[:2], self.kv_lora_rank))
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for part in plans.pieces(q.shape[0]):
+        rows = self._cache(kv_cache, rows=ASKS_FOR_KERNEL)
+        return self._attend(q, rows, topk_indices, valid_counts)
+
+    def _attend(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        pages: cache.PagedKVCache,
+        indices: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention to tokens of ``pages`` that lists (tokens, topk) name, the first ``counts``
+        (tokens,) entries of each."""
+        if isinstance(q, tuple) and any(row_stride(part) is None for part in q):
+            q = torch.cat(q, dim=-1)  # by head
+        parts = q if isinstance(q, tuple) else (q,)
+        first, plans = parts[0], self._thread.plans
+        out = first.new_empty((*first.shape[:2], self.kv_lora_rank))
+        lse = first.new_empty(first.shape[:2], dtype=torch.float32)
+        for piece in plans.pieces(first.shape[0]):
+            query = tuple(part[piece].unsqueeze(1) for part in parts)
             sparse_decode(
-                q[part].unsqueeze(1), rows, topk_indices[part].unsqueeze(1),
-                softmax_scale=self.scale, topk_length=valid_counts[part],
-                plan=plans.get(part.stop - part.start), out=out[part].unsqueeze(1),
-                lse=lse[part].unsqueeze(2),
+                query if len(query) > 1 else query[0], pages, indices[piece].unsqueeze(1),
+                softmax_scale=self.scale, topk_length=counts[piece],
+                attn_sink=self.sinks, plan=plans.get(piece.stop - piece.start),
+                out=out[piece].unsqueeze(1), lse=lse[piece].unsqueeze(2),
             )  # fmt: skip
         return out, lse if self.need_to_return_lse_for_decode else None
 

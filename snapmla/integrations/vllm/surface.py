@@ -3,11 +3,13 @@
 ``surface.json`` holds it for the releases that the backend was run with: parameters of functions
 and methods, fields of dataclasses, which names are there, and where an enumeration's member is
 another name of an older one.  Beside that it has the layers that write the cache themselves, which
-the backend refuses (``refuse.py``): one that gets another name is to be looked at.
+the backend refuses (``refuse.py``): one that gets another name is to be looked at.  And it has the
+modules that bind FlashMLA's names (``flashmla.py``).
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -34,6 +36,9 @@ RELIED = (
     "vllm.distributed.parallel_state:get_dcp_group",
     f"{_BACKEND}:AttentionCGSupport.UNIFORM_BATCH",
     f"{_BACKEND}:AttentionType.DECODER",
+    f"{_BACKENDS}.registry:AttentionBackendEnum.get_path",
+    "vllm.forward_context:create_forward_context",
+    "vllm.forward_context:is_forward_context_available",
     f"{_BACKENDS}.utils:get_dcp_local_seq_lens",
     f"{_MLA}:MLACommonBackend.customize_spec",
     f"{_MLA}:MLACommonBackend.get_supported_head_sizes",
@@ -72,6 +77,23 @@ RELIED = (
     f"{_MLA}:MLAAttention.forward_impl",
     f"{_MLA}:MLAAttention.update_kv_cache",
     f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
+)
+# FlashMLA inside of vLLM: the module that gives its names, where they are from, who binds them.
+FLASHMLA = "vllm.v1.attention.ops.flashmla"
+FLASHMLA_NAMES = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+_THIRD = "vllm.third_party.flashmla.flash_mla_interface"
+BINDING = (
+    f"{_BACKENDS}.mla.flashmla",
+    f"{_BACKENDS}.mla.flashmla_sparse",
+    "vllm.models.deepseek_v4.nvidia.flashmla",
+    "vllm.models.deepseek_v41.nvidia.flashmla",
+    "vllm.models.hy_v4.nvidia.flashmla_sparse",
+)
+BOUND = tuple(f"{module}:{name}" for module in BINDING for name in FLASHMLA_NAMES)
+# Read from the source, as its module wants a library of a GPU.
+RELIED_FLASHMLA = (
+    *(f"{_THIRD}:{name}" for name in (*FLASHMLA_NAMES, "get_mla_metadata", "FlashMLASchedMeta")),
+    f"{FLASHMLA}:is_flashmla_sparse_supported",
 )
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _IMPL, _BUILDER = f"{_SPARSE}:SparseMLACommonImpl", f"{_SPARSE}:SparseMLACommonMetadataBuilder"
@@ -151,12 +173,26 @@ REFUSED = (
 def read() -> Surface:
     """Name -> parameters or fields, True for what has none, False for what is not there."""
     found = {name: described(name) for name in (*RELIED, *RELIED_SPARSE)}
-    return found | {name: read_source(name) for name in REFUSED}
+    return found | {name: read_source(name) for name in (*REFUSED, *RELIED_FLASHMLA, *BOUND)}
 
 
 def recorded() -> dict[str, Surface]:
     """Release -> its surface."""
     return json.loads(RECORD.read_text())
+
+
+def installed() -> str | None:
+    """Which release of vLLM is installed."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def known_release() -> str | None:
+    """The recorded release that the installed one is, or is a patch of; None: nobody looked."""
+    found = (installed() or "").split(".")[:2]
+    return next((known for known in recorded() if known.split(".")[:2] == found), None)
 
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
@@ -172,6 +208,8 @@ def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]
 
 def _harm(name: str, got: list[str] | bool, wanted: list[str] | bool) -> bool | None:
     """None where the backend may do nevertheless, else False."""
+    if name in BOUND:
+        return None  # its layers call vLLM's own kernel, or another module does
     if name in REFUSED:
         return None  # by whatever name: it is none that ``refuse`` knows
     if name == QUANT_MODE and got is not False:

@@ -1,0 +1,88 @@
+"""What the first step of a process shows of settings that had no effect, told once.
+
+A step begins where vLLM makes the context of a forward pass that has attention's metadata; graphs
+that are captured count, memory that is profiled does not.  At the second one the first is over.
+Processes that run no step say nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from snapmla import env
+from snapmla.integrations.vllm import flashmla
+
+NAME = "create_forward_context"
+_log = logging.getLogger(flashmla.LOGGER)
+
+
+def watch() -> None:
+    """Looks at this process's first step.  May be called again."""
+    from vllm import forward_context
+
+    there = getattr(forward_context, NAME)
+    if not isinstance(there, _Watched):
+        setattr(forward_context, NAME, _Watched(there, forward_context))
+
+
+class _Watched:
+    """vLLM's function, and what of its calls is a step."""
+
+    def __init__(self, theirs: Callable[..., Any], module: Any) -> None:
+        self.theirs, self.module = theirs, module
+        self.first: tuple[Any, Any] | None = None  # metadata and configuration of the first step
+        self.done = False
+        functools.update_wrapper(self, theirs)
+
+    def __call__(self, attn_metadata: Any, vllm_config: Any, *given: Any, **named: Any) -> Any:
+        # contexts inside of another are parts of its step
+        if not self.done and attn_metadata and not self.module.is_forward_context_available():
+            if self.first is None:
+                self.first = attn_metadata, vllm_config
+            else:
+                self._told(*self.first)
+        return self.theirs(attn_metadata, vllm_config, *given, **named)
+
+    def _told(self, attn_metadata: Any, vllm_config: Any) -> None:
+        self.done, self.first = True, None
+        for sentence in sentences(attn_metadata, vllm_config, flashmla.calls()):
+            _log.warning("snapmla: %s", sentence)
+
+
+def sentences(attn_metadata: Any, vllm_config: Any, calls: int) -> Iterator[str]:
+    """What to say after a step.
+
+    Args:
+        attn_metadata: by layer, or a list of such.
+        calls: of FlashMLA's names that ours computed.
+    """
+    if env.VLLM_FLASHMLA.enabled() and not calls and flashmla.installed():
+        yield (
+            f"{env.VLLM_FLASHMLA.name}=1, and this process's first step had no call of FlashMLA's "
+            "names that snapmla computed: its layers have another attention, or it was a step of "
+            "prompts alone"
+        )
+    backend: Any = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    if not _is_ours(backend):
+        return
+    parts = attn_metadata if isinstance(attn_metadata, list) else [attn_metadata]
+    built = [each for part in parts if isinstance(part, dict) for each in part.values()]
+    if built and not any(type(each).__module__.startswith("snapmla.") for each in built):
+        yield (
+            f"--attention-backend {backend.name} is snapmla's, and no layer of this model takes "
+            "it: they choose their own attention (DeepSeek-V4, V4.1), and vLLM's kernel runs; "
+            f"{env.VLLM_FLASHMLA.name}=1 puts snapmla's into its place where that is FlashMLA's"
+        )
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether a member of vLLM's enumeration stands for one of our backends."""
+    if backend is None:
+        return False
+    try:
+        return str(backend.get_path()).startswith("snapmla.")
+    except ValueError:  # one that nobody registered
+        return False
