@@ -82,15 +82,12 @@ ASKED_BLACKWELL = (
     "sparse_decode_ws_r64_obf16_gather4_sm100a", "mha_fwd_d192_dbf16_turns_sm100a",
 )  # fmt: skip
 # Of the matrix, studied beside the variant that stands for their kernel, which differs.
-BESIDE = (
-    "mha_fwd_d128_df16_sm90a", "sparse_decode_mix16_r64_obf16_kvfp8_v4_sm90a",
-    "sparse_prefill_r64_d576_split_sm90a",
-)  # fmt: skip
+BESIDE = ("mha_fwd_d128_df16_sm90a", "sparse_prefill_r64_d576_split_sm90a",
+          "sparse_decode_mix16_r64_obf16_kvfp8_v4_sm90a")  # fmt: skip
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
 STAND_INS = ("select_topk",)
-# Of SM90's source, the smaller one of SM100.
-TWINS = ("select_topk_t64_e8_c2_sm100a",)
+TWINS = ("select_topk_t64_e8_c2_sm100a",)  # of SM90's source, the smaller one of SM100
 KINDS = {
     "build": "every variant compiled and audited",
     "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",
