@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from codegen.artifacts import write_atomic
+from profiles import prove_keys
 from profiles.prove_keys import Step
 
 STUDIED = 10  # schedules that a mutant survives before it counts as a survivor
@@ -119,3 +120,40 @@ class Book:
 
     def failed(self, found: Iterable[Step]) -> list[Outcome]:
         return [o for step in found if (o := self.outcome(step)) is not None and not o.passed]
+
+
+def carried(
+    found: Iterable[Step], book: Book, folder: Path, old: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Gives outcomes of other sources the key of these, if what they executed is the same.
+
+    An outcome of these sources that lacks what it executed gets that.
+
+    Args:
+        folder: variants, built from the sources as they are.
+        old: those that the outcomes are of; None: what the outcomes say of them is enough.
+
+    Returns:
+        Names of the steps that were kept, and why others were not.
+    """
+    kept: list[str] = []
+    left: dict[str, str] = {}
+    for each in found:
+        last = book.last(each)
+        if last is None or not last.passed:
+            continue
+        if last.key == each.key:
+            if "objects" not in last.executed and each.specs and prove_keys.fresh(each, folder):
+                ran = prove_keys.executed(each, folder, prove_keys.launches(each, folder))
+                book.write(dataclasses.replace(last, executed=ran))
+            continue
+        why = prove_keys.same(each, last.executed, folder)
+        if not why and old is not None:
+            proven = prove_keys.objects(each, old) == last.executed["objects"]
+            why = "" if proven else "OLD_BUILD is not what was proven"
+        if why:
+            left[each.name] = why
+        else:
+            book.write(dataclasses.replace(last, key=each.key))
+            kept.append(each.name)
+    return kept, left
