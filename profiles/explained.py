@@ -78,7 +78,7 @@ EXPLAINED_OF = {
     # whose producer and clearing warp are SM90's
     "mha_fwd_*_turns_sm100a": (
         "6 x mbarrier.try_wait.parity.shared.b64 @ producer of K and V of MHA",
-        "bar.warp.sync @ producer of K and V of MHA",
+        "2 x bar.warp.sync @ producer of K and V of MHA",
         "mbarrier.try_wait.parity.shared.b64 @ softmax of MHA, its wait for the notes",
         "bar.warp.sync @ P handed over by one lane",
         "bar.warp.sync @ O freed by one lane",
