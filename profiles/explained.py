@@ -22,6 +22,7 @@ CONVERTED = (
 WITHOUT_ROPE = ("fence.proxy.async.shared::cta @ announcer of gathered rows",)
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {
+    "plan_decode_*": ("1 x bar.sync @ sums that may still be read",),
     "dense_decode_*_sm100a": ("bar.sync @ clearing of V",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta @ clearing of V",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 @ producer of Q",),

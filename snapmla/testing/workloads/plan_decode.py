@@ -57,8 +57,8 @@ class Shape:
 
 def shapes() -> Iterator[Shape]:
     """Even and ragged queries, limits of their own, balanced and fixed splits; a capacity that more
-    fills find than there are warps, weighed against one without cuts; more sequences and units than
-    the CTA has threads."""
+    fills find than there are warps, weighed against one without cuts; such a one of more sequences
+    and units than the CTA has threads."""
     yield Shape(Queries(16, 1, 16))
     yield Shape(Queries(5, 70, 16, causal=True), token_tile=128, split_tiles=4)
     yield Shape(Queries(5, 12, 16, causal=True, begins=[0, 3, 3, 4, 11, 11]))
@@ -69,7 +69,7 @@ def shapes() -> Iterator[Shape]:
     cuts = Cuts(tile_ns=870, read_ns=9)
     yield Shape(Queries(1, 1, 16), late, 6, fixed_overhead=20, cuts=cuts)
     many = Queries(1, 600, 1, begins=list(range(601)))
-    yield Shape(many, [(i % 7) * 40 for i in range(600)])
+    yield Shape(many, [(i % 7) * 40 for i in range(600)], 13, fixed_overhead=30)
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
