@@ -22,6 +22,7 @@ CONVERTED = (
 WITHOUT_ROPE = ("fence.proxy.async.shared::cta @ announcer of gathered rows",)
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {
+    "plan_decode_*": ("1 x bar.sync @ sums that may still be read",),
     "dense_decode_*_sm100a": ("bar.sync @ clearing of V",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta @ clearing of V",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 @ producer of Q",),
@@ -78,7 +79,7 @@ EXPLAINED_OF = {
     # whose producer and clearing warp are SM90's
     "mha_fwd_*_turns_sm100a": (
         "6 x mbarrier.try_wait.parity.shared.b64 @ producer of K and V of MHA",
-        "bar.warp.sync @ producer of K and V of MHA",
+        "2 x bar.warp.sync @ producer of K and V of MHA",
         "mbarrier.try_wait.parity.shared.b64 @ softmax of MHA, its wait for the notes",
         "bar.warp.sync @ P handed over by one lane",
         "bar.warp.sync @ O freed by one lane",

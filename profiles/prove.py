@@ -66,7 +66,7 @@ KINDS = {
     "build": "every variant compiled and audited",
     "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",
     "schedules": f"the test set under {SCHEDULES} adversarial schedules with the hazard check, "
-    f"every other kernel of SM100's own under {FEW}",
+    f"every other variant of SM100's own under {FEW}",
     "mutants": "a variant of each kernel and row tile without each synchronisation: who notices",
     "replay": "all 2^32 arguments of each special function against the H200's",
     "sample": "SM100's decode at points where every two values of every two axes meet",

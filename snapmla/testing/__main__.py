@@ -218,6 +218,7 @@ def mutate(
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
     names, at = _variants([variant], directory)
     workload = _workload(names[0], at)
+    workload.again = True
     kernel = workload.kernel
     assert isinstance(kernel, LoadedKernel)
     entry = kernel.entry

@@ -57,6 +57,7 @@ ROLES: dict[str, Place] = {
     "products of e4m3": Place(("Fp8Scores.*",)),
     "votes that nobody needs": Place(("*",), "# warps have met: no phase ends unread"),
     "threshold of top-k": Place(("find", "find.*", "clear", "cluster_sync")),
+    "sums that may still be read": Place(("scan", "scan_max"), "# sums may still be read"),
     "producer of K and V of MHA": Place(("Loads.*", "Notes.*", "release")),
     "products of MHA": Place(("MhaFwd.*",)),
     "softmax of MHA, its wait for the notes": Place(("*",), "self.loads.found.wait_full"),

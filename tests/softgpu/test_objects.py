@@ -184,7 +184,8 @@ def test_command_line_prints_collected_hazards(
 def test_mutants_of_chosen_lines(
     append: runtime.Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A survivor passes if it is explained, and no other instruction is looked at."""
+    """A survivor passes if it is explained, and no other instruction is looked at.  What comes
+    before the wait for the grid before is found by name: that grid wrote the same."""
     kernel = runtime.load(append, "cpu")
     assert isinstance(kernel, softgpu.LoadedKernel)
     wait, launch = mutate.sites(kernel.program(kernel.entry))
@@ -193,6 +194,9 @@ def test_mutants_of_chosen_lines(
     assert main([*asked, launch.source, *why]) == 0
     said = capsys.readouterr().out
     assert "0 of 1 mutants killed" in said and wait.source not in said
+    assert main([*asked, wait.source]) == 0
+    assert "1 of 1 mutants killed" in (said := capsys.readouterr().out)
+    assert "(early-dependent-access, schedule 0)" in said
     assert main([*asked, "append_kv.py:1"]) == 2
     assert "append_kv.py:1" in capsys.readouterr().err
 

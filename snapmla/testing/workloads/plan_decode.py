@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -42,25 +42,52 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: found[name] for name in TABLES}
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Even and ragged queries, limits of their own, balanced and fixed splits."""
-    lengths, parts, capacity = (3000, 0, 64, 1, 900), 5, 2048
+@dataclass(frozen=True)
+class Shape:
+    """A plan's batch, and its rule; ``queries``: ``lengths``' own."""
+
+    queries: Queries
+    lengths: Sequence[int] = (3000, 0, 64, 1, 900)
+    parts: int = 5
+    token_tile: int = 64
+    fixed_overhead: int = 3
+    split_tiles: int = 0
+    cuts: Cuts = BALANCE
+
+
+def shapes() -> Iterator[Shape]:
+    """Even and ragged queries, limits of their own, balanced and fixed splits; a capacity that more
+    fills find than there are warps, weighed against one without cuts; such a one of more sequences
+    and units than the CTA has threads."""
+    yield Shape(Queries(16, 1, 16))
+    yield Shape(Queries(5, 70, 16, causal=True), token_tile=128, split_tiles=4)
+    yield Shape(Queries(5, 12, 16, causal=True, begins=[0, 3, 3, 4, 11, 11]))
     row_seqlens = [(7 * t * t) % 2500 - 3 for t in range(12)]
-    for queries, token_tile, split_tiles in (
-        (Queries(16, 1, 16), 64, 0),
-        (Queries(5, 70, 16, causal=True), 128, 4),
-        (Queries(5, 12, 16, causal=True, begins=[0, 3, 3, 4, 11, 11]), 64, 0),
-        (Queries(5, 12, 16, begins=[1, 5, 5, 9, 9, 12], row_seqlens=row_seqlens), 64, 4),
-    ):
-        pieces = -(-capacity // token_tile // split_tiles) if split_tiles else 0
-        made = PlanTables.empty(len(lengths), parts, queries, pieces)
+    queries = Queries(5, 12, 16, begins=[1, 5, 5, 9, 9, 12], row_seqlens=row_seqlens)
+    yield Shape(queries, split_tiles=4)
+    late = (448, 1152, 896, 1472, 1792, 512, 1216)
+    cuts = Cuts(tile_ns=870, read_ns=9)
+    yield Shape(Queries(1, 1, 16), late, 6, fixed_overhead=20, cuts=cuts)
+    many = Queries(1, 600, 1, begins=list(range(601)))
+    yield Shape(many, [(i % 7) * 40 for i in range(600)], 13, fixed_overhead=30)
+
+
+def small(spec: VariantSpec) -> Iterator[Call]:
+    """Of each of ``shapes``."""
+    capacity = 2048
+    for shape in shapes():
+        queries, cuts = shape.queries, asdict(shape.cuts)
+        pieces = 0
+        if shape.split_tiles:
+            pieces = -(-capacity // shape.token_tile // shape.split_tiles)
+        made = PlanTables.empty(len(shape.lengths), shape.parts, queries, pieces)
         given = {
             **tables(
-                cache_seqlens=lengths, cu_seqlens_q=queries.begins or (),
+                cache_seqlens=shape.lengths, cu_seqlens_q=queries.begins or (),
                 row_seqlens=queries.row_seqlens or (),
             ),
-            **vars(made), "max_tokens": capacity, "token_tile": token_tile, "fixed_overhead": 3,
-            "split_tiles": split_tiles, **asdict(BALANCE),
+            **vars(made), "max_tokens": capacity, "token_tile": shape.token_tile,
+            "fixed_overhead": shape.fixed_overhead, "split_tiles": shape.split_tiles, **cuts,
             **{name: getattr(queries, name) for name in OWN}, "causal": int(queries.causal),
         }  # fmt: skip
         yield Call(given, {name: name for name in TABLES}, truth(spec, given))
@@ -68,12 +95,12 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
     """Entry for entry."""
-    bad, counts, parts = [], [], 0
+    bad, counts = [], []
     for call in calls:
         bad += wrong_entries(call)
-        counts.append(str(len(call.want["work_items"])))
         parts = len(call.arguments["part_begin"]) - 1
-    summary = f"{', '.join(counts)} items in {parts} parts, entry for entry"
+        counts.append(f"{len(call.want['work_items'])} in {parts}")
+    summary = f"{', '.join(counts)} parts, entry for entry"
     return Result(not bad, f"{summary} but for {', '.join(bad)}" if bad else summary)
 
 
