@@ -29,7 +29,7 @@ def imported(text: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and node.args:
-            function = ast.unparse(node.func).rpartition(".")[2]
+            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
             first = getattr(node.args[0], "value", None)
             if function in ("import_module", "__import__") and isinstance(first, str):
                 yield first
