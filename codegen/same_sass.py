@@ -9,7 +9,6 @@ expression and what replaces it.
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import typer
 from codegen import artifacts, toolchain
 from codegen.artifacts import Record
 
-EM_CUDA = 190  # ELF machine of a cubin
 _SECTION = re.compile(r"^//-+ \.text\.(\S+) -+$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*)$")
 _LABEL = re.compile(r"\.L_x_\d+")
@@ -44,23 +42,14 @@ class Row:
 
 
 def cubins(library: Path) -> list[bytes]:
-    """The cubins that an object or a library embeds.
+    """The cubins that an object or a library embeds: ``softgpu.cost.cubin.cubins``.
 
     Raises:
         ValueError: there is none.
     """
-    data = library.read_bytes()
-    found, at = [], 0
-    while (at := data.find(b"\x7fELF", at + 1)) > 0:
-        if struct.unpack_from("<H", data, at + 18)[0] != EM_CUDA:
-            continue
-        programs, sections = struct.unpack_from("<QQ", data, at + 32)
-        program_size, program_count, size, count = struct.unpack_from("<HHHH", data, at + 54)
-        end = max(sections + size * count, programs + program_size * program_count)
-        found.append(data[at : at + end])  # one of the two tables comes last
-    if not found:
-        raise ValueError(f"{library}: no cubin in it")
-    return found
+    from softgpu.cost import cubin  # not at the top: a command that reads none starts faster
+
+    return cubin.cubins(library)
 
 
 def kernels(library: Path) -> list[tuple[str, ...]]:

@@ -8,7 +8,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -151,18 +150,12 @@ def _package_dirs(package: str) -> list[Path]:
     return [Path(p) for p in locations or ()]
 
 
-def _newest(paths: list[Path]) -> Path | None:
-    """The path with the largest number in any of its parts (cu13 before cu12)."""
-    return max(paths, key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))], default=None)
-
-
 @functools.cache
 def nvdisasm() -> Path | None:
-    """The disassembler: the wheel's first (it is as new as the DSL's toolkit), then ``PATH``."""
-    wheels = [p for d in _package_dirs("nvidia") for p in d.glob("cu*/bin/nvdisasm")]
-    wheels += [p for d in _package_dirs("nvidia") for p in d.glob("cuda_nvdisasm/bin/nvdisasm")]
-    on_path = shutil.which("nvdisasm")
-    return _newest(wheels) or (Path(on_path) if on_path else None)
+    """The disassembler: the wheel's first, then ``PATH``: ``softgpu.cost.cubin.nvdisasm``."""
+    from softgpu.cost import cubin  # not at the top: a command that needs none starts faster
+
+    return cubin.nvdisasm()
 
 
 @functools.cache

@@ -74,7 +74,7 @@ KINDS = {
     "fidelity": "the accuracy study on a two-layer model: trained, evaluated, kernels in the loop",
 }
 # Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
-PER_VARIANT = ("tests/kernels/test_variants.py", "tests/softgpu/test_h200.py")
+PER_VARIANT = ("tests/kernels/test_variants.py", "tests/kernels/test_h200.py")
 CONFTEST = ("tests/conftest.py", "tests/support/needs.py", "tests/support/variants.py")
 REPLAYED = (
     "softgpu", "profiles/record_softgpu.py", "profiles/vectors.py", "profiles/instructions.py",

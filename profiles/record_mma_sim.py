@@ -5,7 +5,7 @@
 MMA-Sim (arXiv 2511.10909, MIT) is a reference model of matrix units in torch; its authors report
 that it agrees with a B200 bit for bit for tcgen05.mma of one CTA without ``.ws``.  Only results are
 stored (``tests/data/mma_sim_b200.npz``, uint32 accumulators); operands are rebuilt anywhere from
-integers, and a digest checks that.  ``tests/softgpu/test_mma_sim.py`` compares them with
+integers, and a digest checks that.  ``tests/kernels/test_mma_sim.py`` compares them with
 ``softgpu.tensor_core``.  Recording takes some minutes: the model adds one number at a time.
 """
 

@@ -21,7 +21,7 @@ import pytest
 from codegen import toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("dsl_kernels", "codegen", "softgpu", "snapmla", "profiles")  # from the bottom
+FLOORS = ("dsl_kernels", "softgpu", "codegen", "snapmla", "profiles")  # from the bottom
 ABOVE = ("tests", "docs", "examples")
 
 

@@ -19,9 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from codegen import same_sass, toolchain
-
 from ..ptx import Instr, Kernel
+from .cubin import cubins, nvdisasm
 
 Line = tuple[str, int]  # file (its name without folders) and line
 _WHERE = re.compile(r'//## File "([^"]+)", line (\d+)')
@@ -57,11 +56,11 @@ def blocks(library: Path) -> dict[str, list[Block]]:
         ValueError: there is no cubin.
         RuntimeError: no nvdisasm, or it failed.
     """
-    tool = toolchain.nvdisasm()
+    tool = nvdisasm()
     if tool is None:
         raise RuntimeError("nvdisasm: not found; install the [compile] extra, which brings it")
     found: dict[str, list[Block]] = {}
-    for cubin in same_sass.cubins(library):
+    for cubin in cubins(library):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()

@@ -15,7 +15,7 @@ from snapmla.testing import selfcheck
 from softgpu import Options, mutate
 from softgpu.in_flight import InFlight
 from softgpu.machine import Machine
-from tests.softgpu.test_planted import line
+from tests.kernels.test_planted import line
 from tests.support.needs import needs_compiler
 from tests.support.planting import granted
 

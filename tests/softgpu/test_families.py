@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsl_kernels.spec import VariantSpec
 from softgpu import SoftGpuError, decode
-from softgpu.coverage import coverage
 from softgpu.testing import launch
 from tests.support.ptx import covers, run
 
@@ -22,16 +20,6 @@ def test_traps_stop() -> None:
         with pytest.raises(SoftGpuError, match=f"executed {name}"):
             run(f"{name};")
     launch("setp.ne.s32 %p1, %r1, %r1; @%p1 trap; @%p1 brkpt;", [])
-
-
-def test_compiled_variants_have_no_unmodelled_form(
-    variant_dir: Path, specs: list[VariantSpec]
-) -> None:
-    files = [variant_dir / f"{spec.name}.ptx" for spec in specs]
-    files = [path for path in files if path.exists()]
-    if not files:
-        pytest.skip("nothing is built")
-    assert not coverage(files).missing
 
 
 ELSEWHERE = {  # registered name -> file whose PTX uses it

@@ -1,6 +1,7 @@
 """Bugs planted into a tcgen05 program (tests/support/ws_chain.py), and what is said about each.
 
-As in ``test_planted``; bugs between the two CTAs of a pair are in ``test_tcgen05_planted_pair``.
+As in ``tests.kernels.test_planted``; bugs between the two CTAs of a pair are in
+``test_tcgen05_planted_pair``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the four warps of a warpgroup must execute alike: programs where one does not, and twins.
 
-See ``tests.support.hazards``; ``test_planted.py`` has such a branch in a shipped kernel.
+See ``tests.support.hazards``; ``tests.kernels.test_planted`` has such a branch in a shipped kernel.
 """
 
 from __future__ import annotations

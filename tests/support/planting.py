@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import softgpu
-from codegen import artifacts
 from softgpu import mutate
 from softgpu.ptx import Instr, Reg
 
+ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = [(mode, seed) for mode in ("early", "late", "random") for seed in (None, *range(1, 7))]
 
 
@@ -62,7 +62,7 @@ class Source:
         subprocess.run(
             [sys.executable, "-m", f"tests.support.{self.name}", str(directory)],
             check=True, timeout=300, cwd=directory,
-            env={**os.environ, "PYTHONPATH": str(artifacts.ROOT), "CUTE_DSL_ARCH": "sm_100a"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUTE_DSL_ARCH": "sm_100a"},
         )  # fmt: skip
         path = directory / self.name
         return softgpu.load(path.with_suffix(".o"), path.with_suffix(".ptx"), self.name)
