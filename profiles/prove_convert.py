@@ -35,8 +35,8 @@ from profiles.prove_book import Book, Outcome
 # The tools themselves: they decide nothing of what a kernel does, or of what it is given.
 OVERLAID = (
     "codegen/digests.py", "profiles/explained.py", "profiles/prove.py", "profiles/prove_asked.py",
-    "profiles/prove_away.py", "profiles/prove_book.py", "profiles/prove_convert.py", "profiles/prove_keys.py",
-    "snapmla/testing/__main__.py", "snapmla/testing/explanations.py",
+    "profiles/prove_away.py", "profiles/prove_book.py", "profiles/prove_convert.py",
+    "profiles/prove_keys.py", "snapmla/testing/__main__.py", "snapmla/testing/explanations.py",
     "snapmla/testing/launches.py",
 )  # fmt: skip
 COPIED = ("codegen", "dsl_kernels", "profiles", "snapmla", "softgpu", "tests", "pyproject.toml")
