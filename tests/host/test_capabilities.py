@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from codegen import artifacts, audit, toolchain
 from codegen.artifacts import Record
@@ -32,6 +33,14 @@ ANYWHERE = "snapmla.reference runs anywhere"
 scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
 SPEC = VariantSpec(op="merge", arch="sm_100a")
 NO_KERNEL = ("convert_cache",)  # bytes moved by torch, on any device
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Ends the process group that a call of ``CALLS`` may have begun."""
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 class Cards:

@@ -327,6 +327,6 @@ def test_what_vllms_names_refuse() -> None:
         ("dst_k", lambda k: k.half(), "dst_k: expected dtype float8_e4m3fn or uint8"),
         ("dst_scale", lambda s: s[:2], "dst_scale: expected shape (3, 4)"),
         ("block_table", lambda t: t[0], "block_table: expected shape (b, width)"),
-        ("cu_seq_lens", lambda c: c[:1], "cu_seqlens: expected shape (2,)"),
+        ("cu_seq_lens", lambda c: c[:1], "cu_seq_lens: expected shape (2,)"),
     ]
     refused(vllm_names.cp_gather_indexer_k_quant_cache, gather, wrong)

@@ -80,7 +80,7 @@ def rows_of_bytes() -> snapmla.PagedKVCache:
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("q", zeros(S_Q, H, 576), TypeError, r"q: expected a snapmla\.QuantizedQuery"),
     ("q", lambda: query(S_Q, 1, H), ValueError, r"q: expected a query of \(s_q, h\) rows"),
-    ("kv", rows_of_bytes(), ValueError, "kv: expected an FP8 cache, .*by way of BF16"),
+    ("kv", rows_of_bytes(), ValueError, "kv: expected a cache of format 'fp8', .*by way of BF16"),
     ("indices", zeros(S_Q, TOPK, dtype=I32), ValueError, r"indices: expected shape \(4, 1, topk\)"),
     ("indices", zeros(S_Q, 1, TOPK), TypeError, "indices: expected dtype int32"),
     ("topk_length", zeros(1, dtype=I32), ValueError, r"topk_length: expected shape \(4,\)"),

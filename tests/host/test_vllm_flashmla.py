@@ -422,7 +422,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> Any:
 def config(path: str | None) -> Any:
     backend = None
     if path is not None:
-        backend = types.SimpleNamespace(name="SNAPMLA_SPARSE", get_path=lambda: path)
+        backend = types.SimpleNamespace(name=plugin.SPARSE_BACKEND, get_path=lambda: path)
     return types.SimpleNamespace(attention_config=types.SimpleNamespace(backend=backend))
 
 

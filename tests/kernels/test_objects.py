@@ -234,7 +234,7 @@ def test_what_was_run_is_told(append: runtime.Artifact, tmp_path: Path) -> None:
     checked, studied = (json.loads(file.read_text()) for file in files)
     assert checked == {"launches": studied["launches"]} and len(checked["launches"]) == 24
     survivors = [s["instruction"] for s in studied["survivors"]]
-    assert survivors == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert survivors == ["griddepcontrol.launch_dependents"]
     assert main(["mutate", append.name, "--dir", at, "--explained", "wait @ no such role"]) == 2
 
 
