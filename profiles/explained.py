@@ -49,13 +49,9 @@ EXPLAINED_OF = {
         "1 x wgmma.fence.sync.aligned @ P.V over V4's tokens",
     ),
     "*_decode_mix16_*": CONVERTED,
-    # the last chain's wait stands before products that the compiler puts behind the last wait of
-    # all; the second group's fence behind the first's, which orders both accumulators
-    "*_decode_mix8_*": (
-        *CONVERTED,
-        "1 x wgmma.wait_group.sync.aligned 1 @ products of e4m3",
-        "1 x wgmma.fence.sync.aligned @ products of e4m3",
-    ),
+    # the second group's fence stands behind the first's, which orders both accumulators; the last
+    # chain's wait, among CONVERTED, before products that the compiler puts behind the wait for all
+    "*_decode_mix8_*": (*CONVERTED, "1 x wgmma.fence.sync.aligned @ products of e4m3"),
     # a wait that ends a phase, whose votes nobody needs: a card's checker asks for it
     "*_decode_mix*_r64_*": ("mbarrier.try_wait.parity.shared.b64 @ votes that nobody needs",),
     # where a row is one CTA's, nobody reads the total that `emit` meets for
