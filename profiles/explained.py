@@ -51,7 +51,13 @@ EXPLAINED_OF = {
     "*_decode_mix16_*": CONVERTED,
     # the second group's fence stands behind the first's, which orders both accumulators; the last
     # chain's wait, among CONVERTED, before products that the compiler puts behind the wait for all
-    "*_decode_mix8_*": (*CONVERTED, "1 x wgmma.fence.sync.aligned @ products of e4m3"),
+    "*_decode_mix8_*": (
+        *CONVERTED,
+        "1 x wgmma.fence.sync.aligned @ products of e4m3",
+        "1 x mbarrier.try_wait.parity.shared.b64 @ P.V, an item without tiles",
+        "1 x fence.proxy.async.shared::cta @ clearing of groups with scale 0",
+    ),
+    "sparse_prefill_*_split_*": ("1 x griddepcontrol.wait @ split lists, the grid before",),
     # a wait that ends a phase, whose votes nobody needs: a card's checker asks for it
     "*_decode_mix*_r64_*": ("mbarrier.try_wait.parity.shared.b64 @ votes that nobody needs",),
     # where a row is one CTA's, nobody reads the total that `emit` meets for

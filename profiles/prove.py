@@ -49,7 +49,7 @@ from profiles.bench import commit
 from profiles.explained import EXPLAINED, EXPLAINED_OF, EXPLAINED_SM100
 from profiles.prove_asked import ASKED, ASKED_BLACKWELL, BESIDE
 from profiles.prove_book import STUDIED, Book, Outcome, carried
-from profiles.prove_keys import EXPLANATIONS, Command, Step, step
+from profiles.prove_keys import EXPLANATIONS, ROLES, Command, Step, step
 
 STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
@@ -199,7 +199,7 @@ def _on_objects(
     builds = [("-m", "codegen", "build", each.name) for each in _needs(spec)]
     return step(
         kind, spec.name, *builds, command, reads=("softgpu",), specs=_needs(spec),
-        host=("snapmla",), without=(COSTS,), counts=counts, explained=explained,
+        host=("snapmla",), without=(COSTS, ROLES), counts=counts, explained=explained,
     )  # fmt: skip
 
 

@@ -26,8 +26,9 @@ SUFFIXES = (".py", ".c", ".h", ".j2", ".npz", ".json")
 # Packages of which what runs counts; of others, tests and scripts, every byte does.
 STRIPPED = ("dsl_kernels", "snapmla", "softgpu")
 BUILDERS = ("codegen/compile.py", "codegen/abi.py", "codegen/audit.py")
-# Judged when a record is read (``snapmla.testing.explanations``).
+# Survivors are judged by these when a record is read.
 EXPLANATIONS = "profiles/explained.py"
+ROLES = "snapmla/testing/explanations.py"
 
 Command = tuple[str, ...]
 

@@ -53,6 +53,8 @@ ROLES: dict[str, Place] = {
     "P.V, an item without tiles": Place(
         ("Mix16.*",), "INV_RING.wait_full(cta.st, 0, items & 1)"
     ),
+    "clearing of groups with scale 0": Place(("FencedScales.*",)),
+    "split lists, the grid before": Place(("*.kernel",), "queries, KV and indices come from"),
     "P.V, its wait for Q": Place(("Mix16.*",), "cta.q_pipe.consumer_wait(qst)"),
     "products of e4m3": Place(("Fp8Scores.*",)),
     "votes that nobody needs": Place(("*",), "# warps have met: no phase ends unread"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import snapmla
+from dsl_kernels import dims
 from dsl_kernels.cache_records.ds_mla import ROW_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
@@ -19,10 +21,11 @@ from snapmla.testing import record_job, selfcheck
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.sparse_job import HEAD_SCALE
 from snapmla.testing.workloads import sparse_records as work
-from softgpu import Options, using
+from softgpu import Hazard, Options, mutate, using
 from tests.kernels.test_sparse_records import assert_unmoved
 from tests.support import byte_lists
 from tests.support.needs import needs_compiler
+from tests.support.planting import error_of, line_of
 from tests.support.rounded_query import LOGITS, NAME, equal_to_tokens, share_of_bound
 
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]  # built when it is asked for
@@ -30,6 +33,7 @@ SCHEDULES = [
     Options(hazards="raise", asynchronous=how, seed=seed)
     for how, seed in (("random", 5), ("late", 3), ("early", 8))
 ]
+MIX8 = Path(dims.__file__).parent / "sm90" / "mix8.py"
 LENGTHS = (1, 2, 64)
 REACHED = 0.5  # of its bound, by the worst LSE of queries that equal a token
 
@@ -62,6 +66,19 @@ def test_numbers_that_move_frames(built: tuple[VariantSpec, Any], style: str) ->
     shape = RecordShape(5, 330, (330, 66), 1, parts=1, style=style)
     for each in (shape, replace(shape, powers=True, parts=3)):
         assert_right(built, each, SCHEDULES[0])
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: o.asynchronous)
+def test_cleared_content_is_fenced(built: tuple[VariantSpec, Any], options: Options) -> None:
+    """Without its proxy fence the clearing of groups with scale 0 is a hazard of that name."""
+    spec, kernel = built
+    place = line_of(MIX8, "fence_proxy", "class FencedScales")
+    found = mutate.matching(kernel.program(kernel.entry), "fence.proxy.async", place)
+    assert found, f"no fence at {place}"
+    job = RecordJob(spec, RecordShape(5, 66, (66,), 1, parts=1, style="scales"))
+    with using(options):
+        error = error_of(kernel, kernel.entry, {i.pc: "" for i in found}, lambda: job.run(kernel))
+    assert isinstance(error, Hazard) and error.kind == "missing-proxy-fence", str(error)
 
 
 @pytest.mark.parametrize("logit", LOGITS)

@@ -295,6 +295,22 @@ def test_a_partial_row_is_a_row_of_its_piece(
     assert torch.equal(rows[:-1].bfloat16(), alone["out"])
 
 
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", [f"sparse_prefill_r{r}_d576_split_sm90a" for r in (64, 16)])
+def test_the_grid_before_is_waited_for_first(name: str) -> None:
+    """Nothing touches global memory in front of the wait for the grid before.
+
+    The software GPU does not hold what ``cp.async`` reads against that grid.
+    """
+    _, kernel = kernel_of(name)
+    code = kernel.program(kernel.entry).kernel.code
+    (wait,) = (ins.pc for ins in code if ins.opcode == "griddepcontrol.wait")
+    touching = ("ld.global", "st.global", "red.", "atom.", "cp.async.c", "cp.async.bulk.")
+    touch = [ins.pc for ins in code if ins.opcode.startswith(touching)]
+    copies = [ins for ins in code if ins.opcode.startswith("cp.async.c")]
+    assert copies and min(touch) > wait
+
+
 def split_arguments(s_q: int, heads: int, topk: int, width: int) -> dict[str, Any]:
     """What split lists are given alone; results and partial rows are NaN."""
     pieces = -(-topk // width)

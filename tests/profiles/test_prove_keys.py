@@ -87,6 +87,14 @@ def test_an_edit_voids_what_reads_it(edit: Edit) -> None:
 
 
 @needs_compiler
+def test_a_role_changes_verdicts_alone(edit: Edit) -> None:
+    """Survivors are judged by it when the record is read."""
+    before = few_steps()
+    edit(prove.ROOT / prove_keys.ROLES, more)
+    assert not void(before) & {f"schedules:{MERGE.name}", f"mutants:{MERGE.name}"}
+
+
+@needs_compiler
 def test_the_command_line_is_no_part_of_a_key() -> None:
     """Seeds and counts are."""
     first, other = prove._schedules(MERGE, 1), prove._schedules(MERGE, 2)
