@@ -43,16 +43,8 @@
 #                              python -m codegen build append_index_k_xbf16_ii64_neox_layer_sm90a,
 #                              in the older checkout, too
 #   merge                      what the merge launch costs (profiles.merge_cost)
-#   f16                        decode with exact logits beside the default (profiles.logits_cost)
-#   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
-#                              before pack: python -m codegen build of
-#                              record_decode_mix16_rR_obf16_sm90a and
-#                              record_decode_mix16_rR_obf16_kvF_sm90a, R of 16, 32, 64, F of fp8_v4,
-#                              fp8_v41_planar, fp8_v41_rows, fp8_nope; its tests are
-#                              tests:tests/gpu/test_record_decode.py
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
-#   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
 #   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
 #   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
 #                              before pack: python -m codegen build of
@@ -315,9 +307,6 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.flashmla_suites --out "$work" \
                 --limit $((seconds - 40)) ${what//,/ }
             ;;
-        pair)
-            timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
-            ;;
         sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
             sparse-prefill-cache | mha | dsa | dsa-step | append)
             # shellcheck disable=SC2086  # a list of words
@@ -347,8 +336,6 @@ run_part() {
             ;;
         prologue) timeout -k 10 "$seconds" "$python" -m profiles.prologue_cost --out "$work" ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
-        f16) timeout -k 10 "$seconds" "$python" -m profiles.logits_cost --out "$work" ;;
-        records) timeout -k 10 "$seconds" "$python" -m profiles.records_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.parallel_cost --out "$work" \
