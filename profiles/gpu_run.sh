@@ -58,16 +58,12 @@
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
-#   sparse-bounds[:ARG,ARG...]  what bounds sparse decode: gather and math alone
-#                              (profiles.sparse_bounds_cost ARG ARG...); before pack: python -m
-#                              codegen build of sparse_decode_etap_rR_obf16_X_sm90a and
-#                              sparse_decode_mix16_rR_obf16_X_sm90a, R of 16, 64, X of gather, math
 #   sparse-rows[:ARG,ARG...]   sparse decode over BF16 rows beside FlashAttention-3 and FlashMLA
 #                              (profiles.sparse_rows_cost ARG ARG...)
 #   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache
 #                              (profiles.sparse_prefill_cache_cost ARG ARG...); with --designs
 #                              other builds for 16 heads, before pack: python -m codegen build
-#                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0, math, gather
+#                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...; mha:--alone each contender by itself); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
@@ -307,7 +303,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.flashmla_suites --out "$work" \
                 --limit $((seconds - 40)) ${what//,/ }
             ;;
-        sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
+        sparse | sparse-rows | sparse-v4 | sparse-prefill | \
             sparse-prefill-cache | mha | dsa | dsa-step | append)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \

@@ -3,7 +3,7 @@
     python -m profiles.sparse_prefill_cache_cost --peers DIR --out profiles/results
 
 ``--designs`` times other builds of the kernel for 16 heads, those that are there: more tiles in
-flight, a row a copy, and for its bound the gather and the math by themselves.
+flight, a row a copy.
 
 What FlashMLA's callers pay before their call, rows out of an FP8 cache, is timed beside and is in
 no ratio.  Results are compared with fp64 before anything is timed.
@@ -54,7 +54,6 @@ DESIGN_COLUMNS = ("build", "µs", "cycles a tile", "ratio to FlashMLA", "error")
 # Of the kernel for 16 heads: values of its unnamed axes.
 DESIGNS: dict[str, dict[str, Any]] = {
     "in service": {}, "four tiles in flight": {"stages": 4}, "a row a copy": {"lines": 0},
-    "math alone": {"only": "math"}, "gather alone": {"only": "gather"},
 }  # fmt: skip
 
 
@@ -142,7 +141,7 @@ def design_rows(shape: Shape, device: torch.device, seed: int) -> list[str]:
     """Lines of the other table: each build that is there, and FlashMLA's kernel, in turn.
 
     Raises:
-        ValueError: a build that computes everything is wrong.
+        ValueError: a build is wrong.
     """
     problem = Problem.draw(shape, device)
     made = FromFP8.of(problem)
@@ -162,11 +161,7 @@ def design_rows(shape: Shape, device: torch.device, seed: int) -> list[str]:
             _by_kernel, replace(made, plan=plan), runtime.kernel(spec, device.type)
         )
         made.problem.results[0].fill_(torch.nan)  # else those of the build before would do
-        if "only" in axes:
-            calls[name]()
-            errors[name] = "-"
-        else:
-            errors[name] = f"{made.error(calls[name]()):.1e}"
+        errors[name] = f"{made.error(calls[name]()):.1e}"
     found = in_turn(calls, seed)
     variant_of(device, "etap", 16, 1, "fp8").kernels.clear()
     return [
