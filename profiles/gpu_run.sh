@@ -79,8 +79,6 @@
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
-#   item-stamps[:SHAPE,SHAPE...]  times of the events of V4 decode's items (profiles.item_stamps has
-#                              the shapes, and the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
 #   fidelity-high              accuracy="high" in layers and drift of one small model, which it
 #                              trains first (profiles.fidelity high); before pack: python -m codegen
@@ -345,10 +343,6 @@ run_part() {
         stamps)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
-            ;;
-        item-stamps)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.item_stamps --out "$work" ${what//,/ }
             ;;
         record)
             timeout -k 10 "$seconds" "$python" -m profiles.record_softgpu record \

@@ -47,7 +47,6 @@ from .decode import Decode, infeasible
 from .mix16_overlap import softmax_of
 from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
 from .mix16_v4_pv import BLOCK, ProductsOfV4
-from .mix16_v4_stamps import StampedProducts
 from .roles import FEW_ROWS, Layouts
 from .softmax_role import P_STAGES
 
@@ -95,8 +94,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    made = StampedV4 if spec.stamps else Mix16V4
-    return TwoListEntry(Decode(spec, made(spec))), fake_args(spec)
+    return TwoListEntry(Decode(spec, Mix16V4(spec))), fake_args(spec)
 
 
 class Mix16V4(ProductsOfV4):
@@ -117,7 +115,3 @@ class Mix16V4(ProductsOfV4):
 
     def layouts(self) -> Layouts:
         return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
-
-
-class StampedV4(StampedProducts, Mix16V4):
-    """``Mix16V4`` that records its items' events."""
