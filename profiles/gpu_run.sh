@@ -75,14 +75,8 @@
 #                              (profiles.index_cost ARG ARG...)
 #   dsa-step[:ARG,ARG...]      scores and top-k of a step beside DeepGEMM and vLLM
 #                              (profiles.dsa_step_cost ARG ARG...; DEEP_GEMM=DIR)
-#   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
-#                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
-#   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
-#   fidelity-high              accuracy="high" in layers and drift of one small model, which it
-#                              trains first (profiles.fidelity high); before pack: python -m codegen
-#                              build decode_etap_r32_p64_obf16_pt2_sm90a
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it; VLLM_PACKED=DIR is another folder),
 #                              where no vLLM is installed
@@ -93,12 +87,6 @@
 #                              engine:sparse-deep,--timing,8x131072 one shape (32x32768 the other)
 #   engine:sparse-old-new,--old,DIR  steps of 27 layers with an older packed checkout and this one
 #   engine:sparse-why          which tensor of a request differs alone and in a batch
-#   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
-#                              attention (profiles.transformers_step ARG ARG...), where transformers
-#                              is installed, packed by profiles.engine bring, or wheels of it and of
-#                              what constraints/transformers.txt lists are in WHEELS; its tests are
-#                              tests:tests/gpu/test_transformers.py
-#   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
 #   record                     what the software GPU replays, to $OUT/softgpu_h200.npz; before pack's
 #                              files leave: python -m profiles.record_softgpu hashes
 #   demo                       make demo's job
@@ -336,10 +324,6 @@ run_part() {
                 --seconds $((seconds - 60)) ${what//,/ } 2>&1 | tee "$work/parallel.log"
             return "${PIPESTATUS[0]}"
             ;;
-        dense-accuracy)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.dense_accuracy --out "$work" ${what//,/ }
-            ;;
         stamps)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
@@ -355,23 +339,6 @@ run_part() {
             return "${PIPESTATUS[0]}"
             ;;
         demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
-        fidelity)
-            # what was finished stays in build/fidelity for the next call
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.fidelity all ${what//,/ } \
-                --out build/fidelity/results --limit $((seconds - 30)) 2>&1 |
-                tee "$work/fidelity.log"
-            local code=${PIPESTATUS[0]}
-            [ -d build/fidelity/results ] && cp -r build/fidelity/results "$work/fidelity"
-            [ "$code" -eq 3 ] && code=0 # more to run: no failure
-            return "$code"
-            ;;
-        fidelity-high)
-            timeout -k 10 "$seconds" "$python" -m profiles.fidelity high --out "$work" \
-                --work build/fidelity-high --limit $((seconds - 120)) 2>&1 |
-                tee "$work/fidelity-high.log"
-            return "${PIPESTATUS[0]}"
-            ;;
         engine)
             engine_site || return 1
             # shellcheck disable=SC2086  # a list of words
@@ -383,14 +350,6 @@ run_part() {
             cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null
             return "$code"
             ;;
-        transformers)
-            [ -d "${VLLM_PACKED:-build/vllm}" ] && engine_site
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.transformers_step --out "$work" \
-                --seconds $((seconds - 60)) ${what//,/ } 2>&1 | tee "$work/transformers.log"
-            return "${PIPESTATUS[0]}"
-            ;;
-        model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
             echo "part: '$part' is none; \`bash profiles/gpu_run.sh\` lists those that there are"
             return 2

@@ -1,6 +1,6 @@
 """A decode step of transformers' DeepSeek-V3 over our cache, beside transformers' own attention.
 
-    python -m profiles.transformers_step --out profiles/results
+    python -m profiles.studies.transformers_step --out profiles/results
 
 A random model of V3's sizes with few layers and plain MLPs, so that attention is a share of the
 step as it is in the whole model's dense layers.  All contenders have the same latents cached, and
@@ -179,7 +179,7 @@ def main(
     model = model_of(layers, heads, device)
     lines = [
         *page.head(
-            "A decode step of transformers", "profiles.transformers_step",
+            "A decode step of transformers", "profiles.studies.transformers_step",
             page.told(facts, ("gpu", "driver", "cuda", "torch"))
             + f", transformers {transformers.__version__}",
             f"ms a step of {layers} layers of DeepSeek-V3's sizes with plain MLPs, {heads} heads; "

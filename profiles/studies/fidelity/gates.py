@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from profiles.fidelity.fake import PAPER
+from profiles.gate import Gate, page
+from profiles.model.fake import PAPER
 
 Result = dict[str, Any]
 PRESERVING = ("natural", "rope", "gain", "channels")
@@ -21,27 +21,6 @@ MINUTES = 60.0
 TWINS = {"kernel": "ours", "kernel2": "ours2", "kernel_high": "high"}
 WANTED = ("kernel", "kernel2")  # kernels without which nothing is measured
 COMPARED = ("ours2", "paper", *PAPER, "plain", "pow2", "phased", "c128")
-
-
-@dataclass(frozen=True)
-class Gate:
-    """One line of the acceptance.
-
-    Attributes:
-        name: short.
-        claim: what has to hold.
-        passed: None if what it needs has not been measured.
-        figures: what was found, a line each.
-    """
-
-    name: str
-    claim: str
-    passed: bool | None
-    figures: tuple[str, ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        return "not measured" if self.passed is None else "holds" if self.passed else "FAILS"
 
 
 class Results:
@@ -281,14 +260,3 @@ def gates(results: Iterable[Result]) -> list[Gate]:
     """Every gate over the results of parts, of however many models."""
     found = Results(results)
     return [gate(found) for gate in GATES]
-
-
-def page(found: Sequence[Gate]) -> str:
-    """The gates as Markdown."""
-    lines = ["| gate | what has to hold | verdict |", "|---|---|---|"]
-    lines += [f"| {gate.name} | {gate.claim} | {gate.verdict} |" for gate in found]
-    for gate in found:
-        if gate.figures:
-            lines += ["", f"## {gate.name}: {gate.verdict}", ""]
-            lines += [f"- {figure}" for figure in gate.figures]
-    return "\n".join(lines) + "\n"

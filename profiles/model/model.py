@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiles.fidelity.config import MlaConfig
+from profiles.model.config import MlaConfig
 
 # (q_nope (b, n, h, 512), q_rope (b, n, h, 64), c_kv (b, L, 512), k_rope (b, L, 64), softmax_scale)
 # -> (b, n, h, 512); the queries are those of the last n tokens, and causal.

@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from profiles.fidelity.gates import Result, by_layer
-from profiles.fidelity.study import Scope
+from profiles.studies.fidelity.gates import Result, by_layer
+from profiles.studies.fidelity.study import Scope
 
 NAME, PARTS = "fidelity-high", ("layers", "drift")
 # By name of an attention what a column says.
@@ -29,7 +29,7 @@ def page(layers: Result, drift: Result) -> str:
     """Both parts' results as Markdown."""
     facts = [
         f"# `accuracy=\"high\"` in the accuracy study: model {layers['model']}", "",
-        "`python -m profiles.fidelity high`", "",
+        "`python -m profiles.studies.fidelity high`", "",
         f"- commit {layers['commit']}",
         f"- {layers['device']}, torch {layers['torch']}, seeds {len(layers['seeds'])}",
         "- columns \"mimic\" are fake-quantised torch with exact sums, the others kernels; BF16 "

@@ -1,7 +1,7 @@
 """What the FP8 tensor core's cuts in Q.K do to results where all products have one sign.
 
-    python -m profiles.qk_bias                     # on a GPU
-    python -m profiles.qk_bias --device cpu        # anywhere: on the software GPU, in a minute
+    python -m profiles.studies.qk_bias                     # on a GPU
+    python -m profiles.studies.qk_bias --device cpu        # anywhere: on the software GPU, in a minute
 
 Truth is float64 on the stored bytes; results are fp32, of the default kernel, of it with two terms
 of P, and of exact logits (``accuracy="high"``).  Four tables: two tokens of one logit, of
@@ -224,7 +224,7 @@ def main(
     on = torch.device(device)
     gpu = torch.cuda.get_device_name(on) if on.type == "cuda" else "software GPU, sm_90a"
     report = {
-        "name": NAME, "command": command_line(sys.argv[1:], "-m profiles.qk_bias"),
+        "name": NAME, "command": command_line(sys.argv[1:], "-m profiles.studies.qk_bias"),
         "commit": commit(),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {"gpu": gpu, "torch": torch.__version__},

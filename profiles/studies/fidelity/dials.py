@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from profiles.fidelity.model import Latents, Layer, MlaModel
+from profiles.model.model import Latents, Layer, MlaModel
 
 LOUD_PAIRS = 8  # of the 32 rotary pairs: those that turn slowest, as in large models
 LOUD_CHANNELS = 16  # of the 512

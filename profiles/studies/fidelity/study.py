@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiles.fidelity.attention import KERNELS, NAMES, Backend, backends, sane
-from profiles.fidelity.data import Corpus, Sampler
-from profiles.fidelity.dials import Recorded
-from profiles.fidelity.model import Attend, Latents, MlaModel
+from profiles.model.attention import KERNELS, NAMES, Backend, backends, sane
+from profiles.studies.fidelity.data import Corpus, Sampler
+from profiles.studies.fidelity.dials import Recorded
+from profiles.model.model import Attend, Latents, MlaModel
 from snapmla.testing import metrics
 
 SANE = 0.15  # relative L2 that a foreign kernel may show on random data before it counts

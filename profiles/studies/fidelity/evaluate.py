@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from profiles.bench import commit
-from profiles.fidelity.attention import Backend, attend_plainly
-from profiles.fidelity.dials import (
+from profiles.model.attention import Backend, attend_plainly
+from profiles.studies.fidelity.dials import (
     AMPLITUDES,
     CONSTANTS,
     DIALS,
@@ -32,9 +32,9 @@ from profiles.fidelity.dials import (
     with_amplitudes,
     with_constant,
 )
-from profiles.fidelity.fake import SETTINGS
-from profiles.fidelity.model import Attend
-from profiles.fidelity.study import MEASURES, Study, biased, divergence, errors, rounded
+from profiles.model.fake import SETTINGS
+from profiles.model.model import Attend
+from profiles.studies.fidelity.study import MEASURES, Study, biased, divergence, errors, rounded
 from snapmla.testing import metrics
 from snapmla.testing.rounding import E4M3_MAX, to_e4m3
 

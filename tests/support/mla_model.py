@@ -1,26 +1,17 @@
-"""A small MLA model with the kernels' latent, and a corpus of a few made-up packages."""
+"""A small MLA model with the kernels' latent."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from profiles.fidelity.config import MlaConfig, Phase, Recipe
-from profiles.fidelity.model import MlaModel
+from profiles.model.config import MlaConfig
+from profiles.model.model import MlaModel
 
 CONFIG = MlaConfig(
     vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
     intermediate_size=48, qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=64,
 )  # fmt: skip
-RECIPE = Recipe(
-    model=CONFIG,
-    phases=(
-        Phase(steps=4, batch=2, length=64, lr=1e-2, spans=0.5, micro=1),
-        Phase(steps=2, batch=2, length=96, lr=1e-2, spans=1.0, micro=2),
-    ),
-    corpus_bytes=100_000,
-    warmup=2,
-)
 
 
 def small_model(seed: int = 0, spread: float = 8.0) -> MlaModel:

@@ -1,6 +1,6 @@
 """Who attends: plain torch, fake-quantised torch, our kernels, FlashMLA's.
 
-Each is an ``Attend`` of ``profiles.fidelity.model``: absorbed queries of the last n tokens over
+Each is an ``Attend`` of ``profiles.model.model``: absorbed queries of the last n tokens over
 latents in bf16 (or wider), which it stores in its own format first.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from profiles.contenders import make
-from profiles.fidelity.fake import CHUNK_ELEMENTS, SETTINGS, Setting, attend_quantised
-from profiles.fidelity.model import Attend
+from profiles.model.fake import CHUNK_ELEMENTS, SETTINGS, Setting, attend_quantised
+from profiles.model.model import Attend
 from profiles.peer_libraries import PeerLibrary
 
 PAGE = 64

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import CACHE_TOPS
-from profiles.fidelity import attention, fake
-from profiles.fidelity.attention import Blocks, attend_plainly
-from profiles.fidelity.fake import SETTINGS, Setting, attend_quantised
-from profiles.fidelity.study import biased, divergence, errors
+from profiles.model import attention, fake
+from profiles.model.attention import Blocks, attend_plainly
+from profiles.model.fake import SETTINGS, Setting, attend_quantised
 from profiles.peer_libraries import PeerLibrary
 from snapmla.testing.reference import reference_from_unquantised
 from snapmla.testing.rounding import FP64, MIMIC, MIMIC_HW_FULL
@@ -149,14 +148,6 @@ def test_what_an_attention_stores_is_what_it_attends_to() -> None:
         assert distance(attend_plainly(*stored, SCALE)[0], expected) < 2e-5, name
 
 
-def test_a_constant_that_is_taken_off_again_changes_nothing() -> None:
-    inputs = [x[None].double() for x in problem()]
-    plain = attend_plainly(*inputs, SCALE)
-    assert distance(biased(attend_plainly, 2.0)(*inputs, SCALE), plain) < 1e-6
-    forgotten = attend_plainly(*inputs[:2], inputs[2] + 2.0, inputs[3], SCALE)
-    assert distance(forgotten, plain) > 0.05
-
-
 # ---------------------------------------------------------------------------------- kernels
 
 
@@ -257,26 +248,3 @@ def test_a_foreign_kernel_is_tried_before_it_counts() -> None:
     assert attention.sane(attend_plainly, cpu) < 1e-6
     swapped = lambda q, r, c, k, scale: attend_plainly(q, r, c, k, 2 * scale)
     assert attention.sane(swapped, cpu) > 0.15
-
-
-# ---------------------------------------------------------------------------------- measures
-
-
-def test_errors_by_token() -> None:
-    truth = torch.ones(1, 100, 2, 8)
-    actual = truth.clone()
-    actual[0, 3] *= 1.5
-    actual[0, 4] *= 0.9
-    found = errors(actual, truth)
-    assert found["worst"] == pytest.approx(0.5) and found["median"] == 0
-    assert found["p99"] == pytest.approx(0.1 + 0.4 * 0.01, rel=1e-3)
-    assert found["l2"] == pytest.approx(math.sqrt((0.25 + 0.01) / 100))
-    assert found["rmse"] == pytest.approx(found["l2"]) and 0 < found["cosine"] < found["l2"]
-
-
-def test_divergence_of_known_distributions() -> None:
-    base = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
-    other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
-    kl, same = divergence(other, base)
-    assert kl == pytest.approx(0.5 * (0.5 * math.log(2) + 0.5 * math.log(2 / 3)), rel=1e-5)
-    assert same == 0.5

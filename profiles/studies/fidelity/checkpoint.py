@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from codegen.artifacts import write_atomic
-from profiles.fidelity.config import MlaConfig
-from profiles.fidelity.model import MlaModel
+from profiles.studies.fidelity.config import MlaConfig
+from profiles.model.model import MlaModel
 
 SHARD = 15 << 20
 

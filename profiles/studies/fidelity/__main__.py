@@ -1,11 +1,11 @@
 """Commands of the accuracy study.
 
-python -m profiles.fidelity rehearse            two small layers on the CPU, every part, ~2 minutes
-python -m profiles.fidelity all --limit 540     train three models and evaluate them; call again
+python -m profiles.studies.fidelity rehearse            two small layers on the CPU, every part, ~2 minutes
+python -m profiles.studies.fidelity all --limit 540     train three models and evaluate them; call again
                                                 until it says that nothing is left
-python -m profiles.fidelity high                accuracy="high": layers and drift of one small model
-python -m profiles.fidelity gates               the acceptance, from the committed JSON
-python -m profiles.fidelity figures             docs/fidelity/*.svg, from the committed JSON
+python -m profiles.studies.fidelity high                accuracy="high": layers and drift of one small model
+python -m profiles.studies.fidelity gates               the acceptance, from the committed JSON
+python -m profiles.studies.fidelity figures             docs/fidelity/*.svg, from the committed JSON
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rich.console import Console
 
 from codegen.artifacts import ROOT, write_atomic
 from profiles.device import require_cuda
-from profiles.fidelity import checkpoint, figures, gates, high
-from profiles.fidelity.config import RECIPES
-from profiles.fidelity.data import Corpus
-from profiles.fidelity.evaluate import EXPECTED, PARTS, evaluate
-from profiles.fidelity.study import SCOPES, Study, peers_folder
-from profiles.fidelity.train import Trainer
+from profiles.studies.fidelity import checkpoint, figures, gates, high
+from profiles.studies.fidelity.config import RECIPES
+from profiles.studies.fidelity.data import Corpus
+from profiles.studies.fidelity.evaluate import EXPECTED, PARTS, evaluate
+from profiles.studies.fidelity.study import SCOPES, Study, peers_folder
+from profiles.studies.fidelity.train import Trainer
 
 WORK = ROOT / "build" / "fidelity"
 RESULTS = ROOT / "profiles" / "results" / "fidelity"

@@ -1,7 +1,7 @@
 """Training: deterministic, and resumed from where it was stopped.
 
 The batch of a step depends on seed and step alone, so that a run that was stopped and goes on sees
-what it would have seen.  The finished model is packed (``profiles.fidelity.checkpoint``).
+what it would have seen.  The finished model is packed (``profiles.studies.fidelity.checkpoint``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.nn import functional
 
-from profiles.fidelity import checkpoint
-from profiles.fidelity.config import Recipe
-from profiles.fidelity.data import Corpus, Sampler
-from profiles.fidelity.model import MlaModel
+from profiles.studies.fidelity import checkpoint
+from profiles.studies.fidelity.config import Recipe
+from profiles.studies.fidelity.data import Corpus, Sampler
+from profiles.model.model import MlaModel
 
 SAVE_EVERY = 120.0  # seconds
 BETAS = (0.9, 0.95)

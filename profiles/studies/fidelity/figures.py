@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from profiles.fidelity.gates import Result, Results, by_layer
+from profiles.studies.fidelity.gates import Result, Results, by_layer
 
 LINES = ("ours", "ours2", "A", "B", "C", "D")
 WHOLE = ("bf16", "ours", "ours2", "A", "kernel", "kernel2", "flashmla_bf16", "flashmla_fp8")

@@ -1,6 +1,6 @@
 """How exact a decode over a 16-bit cache is, beside its peers on the same tensors.
 
-    python -m profiles.dense_accuracy --peers PEERS --out profiles/results
+    python -m profiles.studies.dense_accuracy --peers PEERS --out profiles/results
 
 Truth is float64 on the stored tensors, computed on the device.  Three parts:
 
@@ -8,7 +8,7 @@ Truth is float64 on the stored tensors, computed on the device.  Three parts:
   the default plan: 1.3 times the error at 1K.  With one part a sequence, which is shown beside it
   without a gate, a single tensor-core accumulator sums all tokens and cuts every sum toward zero.
 * ``rmse``: root mean square error of ours and of each peer.  Gate: 1.05 times each peer's.
-* ``grid`` (``profiles.flashmla_grid``): FlashMLA's own gates on its own shapes, ours by
+* ``grid`` (``profiles.studies.flashmla_grid``): FlashMLA's own gates on its own shapes, ours by
   ``snapmla.flash_mla``.  Gate: no element outside, no case beyond the cosine.
 
 A peer that is missing or refuses is named with its reason.  The exit code is 1 if a gate fails.
@@ -35,7 +35,8 @@ import torch
 import typer
 
 from codegen.artifacts import write_atomic
-from profiles import contenders, flashmla_grid, timing
+from profiles import contenders, timing
+from profiles.studies import flashmla_grid
 from profiles.bench import command_line, commit
 from profiles.check import Truth, decode_truth
 from profiles.decode_row import CACHES, SOFTMAX_SCALE, Contender, Problem
@@ -430,7 +431,7 @@ def main(
             raise typer.BadParameter(f"expected some of {', '.join(work)}, got {part!r}")
     facts = {
         "name": "dense-accuracy",
-        "command": command_line(sys.argv[1:], "-m profiles.dense_accuracy"),
+        "command": command_line(sys.argv[1:], "-m profiles.studies.dense_accuracy"),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(device, timing.Nvml()),
