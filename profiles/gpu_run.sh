@@ -31,50 +31,23 @@
 #                              dense+topk some of them; old-new:--witness what a witness costs)
 #   flashmla-suites:--suite,DIR[,ARG...]  FlashMLA's own sparse suites, a sample of their cases, on
 #                              our kernels (profiles.flashmla_suites says what DIR holds)
-#   append[:ARG,ARG...]        appending tokens, alone and in a step, beside vLLM's op
-#                              (profiles.append_cost ARG ARG...; append:--against,build/checkouts/NAME
-#                              beside a packed checkout)
-#   prologue                   a DSA layer's prologue beside the same in single calls
-#                              (profiles.prologue_cost); before pack: python -m codegen build
-#                              append_index_k_xbf16_ii64_neox_layer_sm90a
+#   table:NAME[,ARG,ARG...]    a table of profiles.tables (python -m profiles.bench NAME ARG...):
+#                              table:sparse_v4_cost,--first,3; table:append_cost,--set,
+#                              against=build/checkouts/NAME beside a packed checkout; DEEP_GEMM=DIR
+#                              for the indexer's.  Before pack, python -m codegen build of
+#                              prologue_cost: append_index_k_xbf16_ii64_neox_layer_sm90a
+#                              sparse_v4_cost, sparse_528_cost: sparse_decode_mix16_rR_obf16_kvF_sm90a,
+#                              R of 64, 32, 16, F of fp8_v4; fp8_nope, fp8_v41_planar, fp8_v41_rows
+#                              sparse_prefill_cost: sparse_prefill_rR_dD_sm90a, R of 64, 32, 16,
+#                              D of 576, 512
+#                              mha_cost: mha_items_sm90a, mha_fwd_dX_dbf16_sm90a, X of 192, 128, 256
 #   layers[:ARG,ARG...]        a step of 61 layers of DeepSeek-V3.2's attention in one graph, beside
 #                              vLLM's operators and an older checkout (profiles.v32_step_cost;
 #                              layers:--old,build/checkouts/base; DEEP_GEMM=DIR); before pack:
 #                              python -m codegen build append_index_k_xbf16_ii64_neox_layer_sm90a,
 #                              in the older checkout, too
-#   merge                      what the merge launch costs (profiles.merge_cost)
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
-#   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
-#   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
-#                              before pack: python -m codegen build of
-#                              sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 64, 32, 16
-#   sparse-tiles[:ARG,ARG...]  row tiles and cuts of sparse decode by size (profiles.sparse_tiles
-#                              ARG ARG...)
-#   sparse-528[:ARG,ARG...]    over tokens of 528 bytes beside 656 (profiles.sparse_528_cost ARG
-#                              ARG...); before pack: python -m codegen build of
-#                              sparse_decode_mix16_rR_obf16_kvF_sm90a, R of 64, 32, 16, F of
-#                              fp8_nope, fp8_v41_planar, fp8_v41_rows
-#   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
-#                              ARG...); before pack: python -m codegen build of
-#                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
-#   sparse-rows[:ARG,ARG...]   sparse decode over BF16 rows beside FlashAttention-3 and FlashMLA
-#                              (profiles.sparse_rows_cost ARG ARG...)
-#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache
-#                              (profiles.sparse_prefill_cache_cost ARG ARG...); with --designs
-#                              other builds for 16 heads, before pack: python -m codegen build
-#                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0
-#   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
-#                              ARG ARG...; mha:--alone each contender by itself); before pack: python -m codegen build of mha_items_sm90a,
-#                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
-#                              times heads of 256 channels alone, beside --also,VARIANT if told
-#   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
-#   topk-rows[:ARG,ARG...]     top-k by rows, width and length, all variants that are built
-#                              (profiles.topk_rows_cost ARG ARG...)
-#   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
-#                              (profiles.index_cost ARG ARG...)
-#   dsa-step[:ARG,ARG...]      scores and top-k of a step beside DeepGEMM and vLLM
-#                              (profiles.dsa_step_cost ARG ARG...; DEEP_GEMM=DIR)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
@@ -289,35 +262,16 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.flashmla_suites --out "$work" \
                 --limit $((seconds - 40)) ${what//,/ }
             ;;
-        sparse | sparse-rows | sparse-v4 | sparse-prefill | \
-            sparse-prefill-cache | mha | dsa | dsa-step | append)
+        table)
             # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
-                --out "$work" ${what//,/ }
-            ;;
-        topk-rows)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.topk_rows_cost --out "$work" ${what//,/ }
-            ;;
-        sparse-tiles)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.sparse_tiles --out "$work" ${what//,/ }
-            ;;
-        sparse-528)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.sparse_528_cost --out "$work" ${what//,/ }
-            ;;
-        index)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
+            timeout -k 10 "$seconds" "$python" -m profiles.bench ${what//,/ } --out "$work" \
+                --time-limit $((seconds - 15))
             ;;
         layers)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.v32_step_cost --peers .peers \
                 --out "$work" ${what//,/ }
             ;;
-        prologue) timeout -k 10 "$seconds" "$python" -m profiles.prologue_cost --out "$work" ;;
-        merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.parallel_cost --out "$work" \

@@ -19,8 +19,7 @@ from profiles import (
     card_data,
     check,
     contenders,
-    dsa_rows,
-    index_cost,
+    index_step,
     page,
     pools,
     report,
@@ -29,7 +28,7 @@ from profiles import (
     supervise,
     timing,
 )
-from profiles.dsa_step_cost import Step
+from profiles.index_step import Step
 from profiles.roofline import FORMATS, Ceilings
 from profiles.shapes import DecodeShape, HelperShape
 
@@ -313,26 +312,26 @@ def test_the_indexer_is_told_by_peer_and_by_how_many_rows() -> None:
 def test_checks_of_the_indexer_can_fail() -> None:
     """Scores and choices that are right, and one that is not, without a kernel."""
     torch.manual_seed(1)
-    step = Step(index_cost.pool_of(8, "cpu"), 64, 2, 2, 100, 8, 2)
+    step = Step(index_step.pool_of(8, "cpu"), 64, 2, 2, 100, 8, 2)
     table = step.tables[1]
     scores = torch.zeros(4, 128)
     chosen, positions = torch.full((4, 8), -1), torch.full((4, 8), -1)
     for row in range(4):
-        want, _ = dsa_rows.exact(step, table, row)
+        want, _ = index_step.exact(step, table, row)
         scores[row, : len(want)] = want.float()
         best = want.topk(8).indices.sort().values
         positions[row] = best
         chosen[row] = table[row // 2, best // 64] * 64 + best % 64
-    assert dsa_rows._scored(step, lambda _: scores).ok
-    assert dsa_rows._chosen(step, lambda _: chosen, True).ok
-    assert dsa_rows._chosen(step, lambda _: positions.flip(1), False).ok
-    assert not dsa_rows._chosen(step, lambda _: chosen.flip(1), True).ok, "out of order"
-    assert not dsa_rows._chosen(step, lambda _: table[0, 1] * 64 + chosen % 64, True).ok
-    worst = dsa_rows.exact(step, table, 3)[0].argmin()
+    assert index_step.scored(step, lambda _: scores).ok
+    assert index_step.chosen(step, lambda _: chosen, True).ok
+    assert index_step.chosen(step, lambda _: positions.flip(1), False).ok
+    assert not index_step.chosen(step, lambda _: chosen.flip(1), True).ok, "out of order"
+    assert not index_step.chosen(step, lambda _: table[0, 1] * 64 + chosen % 64, True).ok
+    worst = index_step.exact(step, table, 3)[0].argmin()
     positions[3, 0] = worst
-    assert not dsa_rows._chosen(step, lambda _: positions, False).ok
+    assert not index_step.chosen(step, lambda _: positions, False).ok
     scores[3, 5] *= 1.01
-    assert not dsa_rows._scored(step, lambda _: scores).ok
+    assert not index_step.scored(step, lambda _: scores).ok
 
 
 def test_summary_leaves_wrong_rows_out() -> None:

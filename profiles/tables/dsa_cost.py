@@ -1,48 +1,37 @@
-"""``select_topk`` beside other top-k kernels, on one GPU.
-
-    python -m profiles.dsa_cost --peers DIR --out profiles/results
+"""``select_topk`` beside other top-k kernels, on one GPU:
+``python -m profiles.bench dsa_cost --peers DIR``.
 
 Contenders, those that are there: torch.topk, vLLM's ``persistent_topk``, ``cooperative_topk`` and
 ``top_k_per_row_prefill`` (out of the wheel's library in DIR/vllm, or an installed vLLM's), and
 FlashInfer's ``top_k_page_table_transform`` (its module in DIR/flashinfer, or installed), as it is
-and deterministic with ties to the lowest position.  Ours is timed with and
-without a block table; of the others only FlashInfer's looks slots up.  Each row is first compared
-with a stable sort: ours entry for entry, of a peer the scores that it selects.
-
-Calls are captured in CUDA graphs, and these are replayed in an order that changes each round.
+and deterministic with ties to the lowest position.  Ours is timed with and without a block table;
+of the others only FlashInfer's looks slots up.  Each row is compared with a stable sort: ours entry
+for entry, of a peer the scores that it selects.
 """
 
 from __future__ import annotations
 
 import importlib
-import random
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
-
-from profiles.device import require_cuda
-
-if __name__ == "__main__":
-    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+from typing import Any, NamedTuple
 
 import torch
 import tvm_ffi
-import typer
 
-from codegen.artifacts import write_atomic
-from profiles import page, timing
-from profiles.machine import machine
+from profiles import table
+from profiles.peer_ops import COOPERATIVE_ROWS, WORKSPACE, vllm_ops
+from profiles.table import Row, Table
+from profiles.timing import TimingConfig
 from snapmla.dsa import select_topk, shapes
 from snapmla.testing import topk_reference
 
 K, PAGE = 2048, 64
-ROUNDS, ROUND_MS = 9, 4.0
-CALLS = 20  # in a graph; fewer of calls that take long
+CONFIG = TimingConfig(
+    graph_ms=4.0, rounds=9, warmup_rounds=0, cold_iters=0, host_iters=0, shuffled=True
+)
 SHAPES = tuple((rows, columns) for columns in (8192, 32768, 131072)
                for rows in (1, 8, 32, 64, 128, 256))  # fmt: skip
 MORE = ((64, 16384), (2048, 32768), (1, 300000))
@@ -55,8 +44,6 @@ LENGTHS = (5000, 12000, 33000, 100000)
 BESIDE = tuple((rows, columns, tokens) for tokens in LENGTHS for rows in (1, 8, 32, 128, 256)
                for columns in (WIDE, tokens))  # fmt: skip
 ZEROS = ((64, 16384), (64, 131072), (256, 32768))  # also with 98 % of the scores 0
-WORKSPACE = 1 << 20  # bytes that vLLM's ops want
-COOPERATIVE_ROWS = 32  # the most that vLLM gives cooperative_topk
 DETERMINISTIC = "FlashInfer det."
 
 
@@ -110,11 +97,6 @@ class Problem:
         size = (len(self.logits), self.k)
         return torch.full(size, value, dtype=torch.int32, device=self.logits.device)
 
-    @property
-    def calls(self) -> int:
-        """Calls of a graph."""
-        return CALLS if self.logits.numel() < 1 << 25 else 4
-
 
 Call = Callable[[], torch.Tensor]  # returns (rows, k)
 
@@ -126,18 +108,6 @@ def ours(problem: Problem, table: bool) -> Call:
     return lambda: select_topk(
         problem.logits, problem.lengths, problem.k, block_table=pages, out=out, counts=counts
     )[0]
-
-
-def vllm_ops(peers: Path | None) -> Any:
-    """vLLM's operators, None where there are none."""
-    for library in sorted(peers.glob("vllm/_C*.so")) if peers else ():
-        torch.ops.load_library(str(library))
-    if not hasattr(torch.ops._C, "persistent_topk"):
-        try:
-            importlib.import_module("vllm._custom_ops")
-        except Exception as error:  # of any kind: a peer that cannot be imported is left out
-            typer.echo(f"vLLM: {type(error).__name__}: {error}")
-    return torch.ops._C if hasattr(torch.ops._C, "persistent_topk") else None
 
 
 def vllm(ops: Any, problem: Problem) -> Iterator[tuple[str, Call]]:
@@ -260,111 +230,79 @@ def check(problem: Problem, name: str, call: Call) -> None:
         raise ValueError(f"{name}: not what a stable sort selects")
 
 
-def graph_of(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return graph
+# ---------------------------------------------------------------------------- the table
 
 
-def timed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Milliseconds of a replay."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / replays
+class Shape(NamedTuple):
+    """A row of the table: rows of so many columns, of which tokens count; how scores are drawn."""
+
+    rows: int
+    columns: int
+    tokens: int
+    scores: str = "normal"
 
 
-def in_turn(found: dict[str, Call], calls: int) -> dict[str, float]:
-    """Microseconds a call, the median of the rounds."""
-    graphs = {name: graph_of(call, calls) for name, call in found.items()}
-    replays = {name: max(1, int(ROUND_MS / timed(graph, 2))) for name, graph in graphs.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    pick = random.Random(0)
-    for _ in range(ROUNDS):
-        for name in pick.sample(list(graphs), len(graphs)):
-            times[name].append(timed(graphs[name], replays[name]))
-    return {name: 1e3 * median(ms) / calls for name, ms in times.items()}
+WANTED = [
+    *(Shape(*shape) for shape in (*BESIDE, *ENGINE)),
+    *(Shape(*shape, shape[1]) for shape in (*SHAPES, *MORE)),
+    *(Shape(*shape, shape[1], "zeros") for shape in ZEROS),
+]
 
 
-def row(rows: int, columns: int, tokens: int, name: str, peers: Peers) -> str:
-    """One line of the table; a peer that is wrong, or fails, is said so and not timed."""
-    problem = Problem.of(rows, columns, name, tokens=tokens)
-    found, said = {}, []
-    for who, call in contenders(problem, peers).items():
-        try:
-            check(problem, who, call)
-            found[who] = call
-        except (RuntimeError, TypeError, ValueError) as error:
-            if who in ("slots", "positions"):
-                raise
-            said.append(f"{who}: {str(error).splitlines()[0][:80]}")
-    us = in_turn(found, problem.calls)
-    mine = us.pop("slots"), us.pop("positions")
-    best = min((t for who, t in us.items() if who.startswith("vLLM")), default=None)
-    ratios = ["-" if t is None else f"{t / mine[0]:.2f}" for t in (best, us.get(DETERMINISTIC))]
-    others = ", ".join(f"{who} {t:.1f}" for who, t in us.items())
-    shape = "x".join(map(str, shapes.choose(rows, columns)))
-    times = [f"{t:.1f}" for t in mine]
-    size = f"{rows} x {columns}" if tokens == columns else f"{rows} x {tokens} of {columns}"
-    cells = (size, name, shape, *times, *ratios, others)
-    return f"| {' | '.join(cells)} |{' '.join(said)}"
+class Drawn(table.Problem):
+    """A row's tensors, and the peers beside it."""
+
+    def __init__(self, shared: tuple[Peers, torch.device], shape: Shape) -> None:
+        (self.peers, device), self.shape = shared, shape
+        rows, columns, tokens, scores = shape
+        self.problem = Problem.of(rows, columns, scores, K, device, tokens)
+
+    def facts(self) -> dict[str, Any]:
+        rows, columns, tokens, scores = self.shape
+        size = f"{rows} x {columns}" if tokens == columns else f"{rows} x {tokens} of {columns}"
+        variant = "x".join(map(str, shapes.choose(rows, columns)))
+        return {"shape": size, "scores": scores, "variant": variant}
+
+    def contenders(self) -> dict[str, list[Call]]:
+        return {who: [call] for who, call in contenders(self.problem, self.peers).items()}
+
+    def check(self, name: str, calls: Sequence[Call]) -> None:
+        check(self.problem, name, calls[0])
 
 
-def main(
-    peers: Annotated[Path | None, typer.Option(help="Folder of peers' libraries.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
-    some: Annotated[int, typer.Option("--first", help="Rows to time, the first ones.")] = 99,
-    variant: Annotated[str, typer.Option(help="Instead of the one that is chosen: 512x16x1.")] = "",
-    limit: Annotated[float, typer.Option(help="Seconds after which no row is begun.")] = 600,
-) -> None:
-    """Times the shapes and writes ``dsa_cost.md``."""
-    begin = time.monotonic()
-    if variant:
-        forced = shapes.TopkShape(*map(int, variant.split("x")))
-        shapes.choose = lambda rows, columns: forced
-    facts = machine(torch.device("cuda"), timing.Nvml())
-    lines = page.head(
-        "Top-k of the index scores", "profiles.dsa_cost",
-        page.told(facts, ("gpu", "driver", "cuda", "torch")),
-        f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
-        "variant: threads x keys of a thread x CTAs of a row",
-        "ratios to slots: vLLM's fastest (positions, in any order), FlashInfer's deterministic "
-        "(slots, in any order that repeats)",
-    )  # fmt: skip
-    titles = (
-        "rows x tokens of columns",
-        "scores",
-        "variant",
-        "slots",
-        "positions",
-        "vLLM",
-        "det.",
-        "others",
+def to_slots(head: str, words: str) -> table.Column:
+    """The time of the fastest of those whose names begin with the words by ours to slots."""
+
+    def cell(row: Row) -> str:
+        times = [us for who, us in row["us"].items() if who.startswith(words)]
+        return f"{min(times) / row['us']['slots']:.2f}" if times else "-"
+
+    return head, cell
+
+
+def others(*left_out: str) -> table.Column:
+    """All but these."""
+    return "others", lambda row: ", ".join(
+        f"{name} {us:.1f}" for name, us in row["us"].items() if name not in left_out
     )
-    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    found = Peers.of(peers)
-    wanted = [(*shape, "normal") for shape in (*BESIDE, *ENGINE)]
-    wanted += [(*shape, shape[1], "normal") for shape in (*SHAPES, *MORE)]
-    wanted += [(*shape, shape[1], "zeros") for shape in ZEROS]
-    with torch.inference_mode():
-        for rows, columns, tokens, name in dict.fromkeys(wanted[:some]):
-            if columns > shapes.choose(rows, columns).columns:
-                continue
-            if time.monotonic() - begin > limit:
-                typer.echo(f"time is up before {rows} x {tokens} of {columns}")
-                break
-            lines.append(row(rows, columns, tokens, name, found))
-            typer.echo(lines[-1])
-            write_atomic(out / "dsa_cost.md", "\n".join(lines) + "\n")
-            torch.cuda.empty_cache()
 
 
-if __name__ == "__main__":
-    typer.run(main)
+TABLES = (
+    Table(
+        "dsa_cost", "Top-k of the index scores", Drawn,
+        [s for s in dict.fromkeys(WANTED) if s.columns <= shapes.choose(*s[:2]).columns],
+        (
+            table.fact("rows x tokens of columns", "shape"), table.fact("scores", "scores"),
+            table.fact("variant", "variant"), table.us("slots"), table.us("positions"),
+            to_slots("vLLM", "vLLM"), to_slots("det.", DETERMINISTIC), others("slots", "positions"),
+        ),
+        CONFIG,
+        notes=(
+            f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
+            "variant: threads x keys of a thread x CTAs of a row",
+            "ratios to slots: vLLM's fastest (positions, in any order), FlashInfer's deterministic "
+            "(slots, in any order that repeats)",
+        ),
+        setup=lambda run: (Peers.of(run.peers), run.device), ours=("slots", "positions"),
+    ),
+)  # fmt: skip

@@ -1,36 +1,29 @@
-"""Sparse prefill beside FlashMLA's, on one GPU.
-
-    python -m profiles.sparse_prefill_cost --peers DIR --out profiles/results
+"""Sparse prefill beside FlashMLA's, on one GPU:
+``python -m profiles.bench sparse_prefill_cost --peers DIR``.
 
 Both read the same BF16 rows by the same random indices.  FlashMLA takes 64 or 128 heads, so other
 queries are padded as its callers pad them.  A card sits at its power limit here, whose memory is
 some 20 ms long: every round takes the contenders in another order, each warms up before it is
-timed, and only ratios of one table hold.  Results of some query tokens are compared with fp64
-before anything is timed.
+timed, and only ratios of one table hold.  ``sparse_prefill_alone`` times them alone.  Results of
+some query tokens are compared with fp64.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Annotated, Any
-
-from profiles.device import require_cuda
-
-if __name__ == "__main__":
-    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+from typing import Any
 
 import torch
-import typer
 
-from codegen.artifacts import write_atomic
-from profiles import alone, page, power, timing
-from profiles.machine import machine
-from profiles.mha_cost import gemm, in_turn, ratio, spread
+from profiles import table
+from profiles.table import Run, Table
+from profiles.tables.mha_cost import CONFIG, gemm, tflops
+from profiles.tables.sparse_cost import PEER, load_flashmla
+from profiles.timing import Call
+from snapmla.plan import sm_count
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.testing import metrics
 
@@ -85,7 +78,7 @@ DECODE = tuple(
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(table.Problem):
     """Tensors of a shape, results of ours and of FlashMLA."""
 
     shape: Shape
@@ -130,12 +123,12 @@ class Problem:
         return op(self.padded, self.kv, self.indices, self.scale, 512, None, None, None)
 
     def error(self, results: Any, seed: int = 0) -> float:
-        """Largest relative L2 of a few query tokens to fp64.
+        """Largest relative L2 of a few query tokens to fp64 of (out, largest logits or None, LSE).
 
         Raises:
             ValueError: it, or the LSE's or the largest logits' error, is above its gate.
         """
-        out, most, lse = results
+        out, most, lse = results[:3]
         worst, pick = 0.0, random.Random(seed)
         for i in (0, self.shape.s_q - 1, *(pick.randrange(self.shape.s_q) for _ in range(4))):
             kv = self.kv[self.indices[i, 0].long(), 0].double()
@@ -145,98 +138,66 @@ class Problem:
             heads = self.shape.heads
             error = metrics.relative_l2(out[i, :heads], want)
             of_lse = float((lse[i, :heads] - top).abs().max())
-            of_most = float((most[i, :heads] - logits.amax(-1)).abs().max())
+            of_most = 0.0
+            if most is not None:
+                of_most = float((most[i, :heads] - logits.amax(-1)).abs().max())
             if not (error < OUT_GATE and of_lse < LSE_GATE and of_most < LSE_GATE):
                 raise ValueError(f"{self.shape}, token {i}: {error}, {of_lse}, {of_most}")
             worst = max(worst, error)
         return worst
 
-
-def verdict(relative: float, gate: float) -> str:
-    """Less than 2 % below a gate counts as met."""
-    return f"{gate} {'met' if relative >= 0.98 * gate else 'missed'}"
-
-
-def row(shape: Shape, device: torch.device, seed: int) -> str:
-    """One line of the table."""
-    problem = Problem.draw(shape, device)
-    error, theirs = problem.error(problem.ours()), problem.error(problem.flashmla())
-    found = in_turn({"ours": problem.ours, "flashmla": problem.flashmla}, seed)
-    us, relative = median(found["ours"]), ratio(found["ours"], found["flashmla"])
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return (
-        f"| {shape.s_q} | {shape.s_kv} | {shape.heads} | {shape.topk} | {shape.d_qk} | "
-        f"{spread(found['ours'])} | {shape.flop / us * 1e-6:.0f} | {shape.cycles(us, sms):.0f} | "
-        f"{spread(found['flashmla'])} | {relative:.3f} | {verdict(relative, shape.gate)} | "
-        f"{error:.1e} | {theirs:.1e} |"
-    )
-
-
-def alone_rows(device: torch.device, meter: power.Meter) -> Iterator[dict[str, Any]]:
-    """Contenders of some shapes in turn and each by itself, as ``profiles.alone`` tells them."""
-    for shape in ALONE:
-        problem = Problem.draw(shape, device)
-        problem.error(problem.ours())
-        problem.error(problem.flashmla())
-        calls = {"FlashMLA": problem.flashmla, "snapmla": problem.ours}
-        found = in_turn(calls)
-        yield {
+    def facts(self) -> dict[str, Any]:
+        shape = self.shape
+        return {
             "shape": f"{shape.s_q} x {shape.s_kv}, {shape.heads} heads, topk {shape.topk}",
+            "sizes": [shape.s_q, shape.s_kv, shape.heads, shape.topk, shape.d_qk],
+            "cycles_a_us": shape.cycles(1.0, sm_count(self.q.device)), "flop": shape.flop,
             "units": shape.s_q * -(-shape.heads // 64) * -(-shape.topk // TILE),
-            "us": {name: median(times) for name, times in found.items()},
-            "alone": alone.measure({name: [call] for name, call in calls.items()}, meter),
-        }
+            "gate": shape.gate,
+        }  # fmt: skip
+
+    def contenders(self) -> dict[str, list[Call]]:
+        return {PEER: [self.flashmla], "snapmla": [self.ours]}
+
+    def check(self, name: str, calls: Sequence[Call]) -> float:
+        return self.error(calls[0]())
 
 
-def alone_body(rows: Sequence[Any]) -> list[str]:
-    """The table of a record."""
-    return alone.lines(rows, "FlashMLA", "tile")
+SPEEDS = "median of the rounds, and their middle half; ratio: {}'s time / ours by rounds"
 
 
-def alone_only(out: Path, device: torch.device) -> None:
-    """Writes ``sparse_prefill_alone.md`` and ``.json``."""
-    nvml, rows = timing.Nvml(), []
-    told = page.told(machine(device, nvml), page.FACTS)
-    head = page.head("Sparse prefill, each contender alone", "profiles.sparse_prefill_cost", told)
-    with torch.inference_mode(), alone.meter_of(nvml) as meter:
-        for row in alone_rows(device, meter):
-            rows.append(row)
-            page.write_record(out / "sparse_prefill_alone.json", head, rows, alone_body)
-            torch.cuda.empty_cache()
+def sizes(*heads: str) -> list[table.Column]:
+    """Columns of the extents of a call."""
+    return [(head, lambda row, n=n: str(row["sizes"][n])) for n, head in enumerate(heads)]
 
 
-def main(
-    peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
-    out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
-    first: Annotated[int, typer.Option(help="Shapes to time, the first ones.")] = 99,
-    solo: Annotated[
-        bool, typer.Option("--alone", help="Each contender by itself: sparse_prefill_alone.md.")
-    ] = False,
-) -> None:
-    """Times the shapes and writes ``sparse_prefill_cost.md``."""
-    torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
-    device = torch.device("cuda")
-    if solo:
-        alone_only(out, device)
-        return
-    facts = page.told(machine(device, timing.Nvml()), ("gpu", "driver", "cuda", "torch"))
-    columns = (
-        "query tokens", "rows of KV", "heads", "topk", "channels", "snapmla µs", "TFLOP/s",
-        "cycles a tile", "FlashMLA µs", "ratio", "gate", "error", "FlashMLA's error",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    head = page.head(
-        "Sparse prefill beside FlashMLA", "profiles.sparse_prefill_cost", facts, gemm(device),
-        "median of the rounds, and their middle half; ratio: FlashMLA's time / ours by rounds",
+def load(run: Run) -> torch.device:
+    """Loads FlashMLA's library."""
+    load_flashmla(run)
+    return run.device
+
+
+COST = Table(
+    "sparse_prefill_cost", "Sparse prefill beside FlashMLA",
+    lambda device, shape: Problem.draw(shape, device), (*SHAPES, *DECODE),
+    (
+        *sizes("query tokens", "rows of KV", "heads", "topk", "channels"), table.spread("snapmla"),
+        tflops("snapmla"),
+        ("cycles a tile",
+         lambda row: f"{median(row['rounds']['snapmla']) * row['cycles_a_us']:.0f}"),
+        table.spread(PEER), table.speed(PEER, "snapmla"), table.met(PEER, "snapmla"),
+        table.error("snapmla"), table.error(PEER, "FlashMLA's error"),
+    ),
+    CONFIG,
+    notes=lambda run, _: (
+        gemm(run.device),
+        SPEEDS.format(PEER),
         f"cycles of a CTA for 64 rows x {TILE} tokens, at {CLOCK_MHZ} MHz; error: relative L2",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    with torch.inference_mode():
-        for seed, shape in enumerate((*SHAPES, *DECODE)[:first]):
-            lines.append(row(shape, device, seed))
-            typer.echo(lines[-1])
-            write_atomic(out / "sparse_prefill_cost.md", "\n".join([*head, *lines]) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    ),
+    setup=load,
+)  # fmt: skip
+SOLO = replace(
+    COST, name="sparse_prefill_alone", title="Sparse prefill, each contender alone", notes=(),
+    shapes=ALONE, columns=(), alone=ALONE, peer=PEER,
+)  # fmt: skip
+TABLES = (COST, SOLO)
