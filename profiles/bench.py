@@ -96,7 +96,7 @@ def plan_lines(chosen: list[Shape], card: Card) -> list[str]:
             size, flops = shape.bytes(fmt), shape.flops
             roof = roofline.roof_us(size, flops, card.ceilings, fmt)
         else:
-            size, flops = shape.bytes, shapes.flops(shape)
+            size, flops = shape.bytes, 0.0
             roof = roofline.helper_us(size, flops, card.ceilings)
         lines.append(f"{shape.label:34s} {size / 1e6:9.2f} {flops / 1e9:9.2f} {roof:9.2f}")
     return lines

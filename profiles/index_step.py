@@ -1,8 +1,7 @@
 """A step of the indexer, drawn at random: its calls, the peers', and what is right.
 
-``profiles.tables.index_cost`` and ``dsa_step_cost`` time them, and the benchmark's presets of the
-indexer (``profiles.dsa_rows``).  Ours chooses its kernels by itself and gives cache slots; peers
-give positions.  Scores are held against float64 on the same keys.
+``profiles.tables.index_cost`` and ``dsa_step_cost`` time them.  Ours chooses its kernels by itself
+and gives cache slots; peers give positions.  Scores are held against float64 on the same keys.
 """
 
 from __future__ import annotations

@@ -148,7 +148,6 @@ def test_labels_parse_back(name: str) -> None:
     "label",
     [
         "b0_L1_h1_q1", "b1_L1_h1", "append_kv_x4", "quantize_q_b1", "x", "index_topk_b1_L2",
-        "select_topk_b1_L8_h64_q1", "index_logits_b1_L64_h64_q1_zeros", "select_topk_b0_L8",
     ],
 )  # fmt: skip
 def test_bad_labels_are_named(label: str) -> None:
@@ -280,33 +279,6 @@ def test_derived_figures() -> None:
     assert ours["eq7_fraction"] == pytest.approx(730 / 1868, abs=1e-3)
     assert ours["dequant_model_us"] == pytest.approx(50 * 32 * 16384 / 132 / 1700, rel=1e-6)
     assert ours["reproduce"].endswith("--shape b32_L16384_h64_q1 --backends snapmla")
-
-
-def test_the_indexer_is_told_by_peer_and_by_how_many_rows() -> None:
-    """Each peer's fastest kernel, by query tokens; a wrong row does not count."""
-    us = {
-        ("select_topk_b8_L8192", "snapmla"): 6.0, ("select_topk_b8_L8192", "vLLM persistent"): 9.0,
-        ("select_topk_b8_L8192", "vLLM cooperative"): 4.5,
-        ("select_topk_b8_L8192", "snapmla:positions"): 5.5,
-        ("select_topk_b256_L8192", "snapmla"): 10.0,
-        ("select_topk_b256_L8192", "vLLM persistent"): 20.0,
-        ("index_topk_b1_L64_h64_q1", "snapmla"): 5.0,
-        ("index_topk_b1_L64_h64_q1", "DeepGEMM + persistent_topk"): 10.0,
-        ("index_topk_b2_L64_h64_q1", "snapmla"): 5.0,
-    }  # fmt: skip
-    rows = [
-        {"shape": s, "backend": b, "us": t, "status": "ok", "op": shapes.parse(s).op}
-        for (s, b), t in us.items()
-    ]
-    wrong = {**rows[-1], "backend": "DeepGEMM + persistent_topk", "us": 1.0, "status": "wrong"}
-    lines = report.index_lines([*rows, wrong])
-    assert [line.split(" (")[0] for line in lines] == [
-        "select_topk, snapmla against vLLM: faster on 0 of 1 rows, geomean 0.75x, worst 0.75x",
-        "select_topk, snapmla against vLLM: faster on 1 of 2 rows, geomean 1.22x, worst 0.75x",
-        "index_topk, snapmla against DeepGEMM and vLLM: faster on 1 of 1 rows, geomean 2.00x, "
-        "worst 2.00x",
-    ]
-    assert lines[0].endswith("up to 16 query tokens") and lines[1].endswith("b8_L8192)")
 
 
 def test_checks_of_the_indexer_can_fail() -> None:
