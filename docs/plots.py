@@ -272,7 +272,7 @@ def draw_stamps(data: Data) -> Any:
 
 def bias_data() -> Data:
     """Error of two merged ranks by their logit, and the bias of the matching one."""
-    report = table(BIAS, "run `python -m profiles.qk_bias --out profiles/results`")
+    report = table(BIAS, "it is committed: `git checkout profiles/results`")
     points = [
         [r["logit"], *(r[name] for name in ("standard", "two", "high")), r["bias"]["standard"][0]]
         for r in report["merged"]

@@ -40,8 +40,8 @@ IDS = RECORD.with_name("baseline-tests.txt.xz")
 SECONDS = ROOT / "build" / "test-seconds.json"  # tests/conftest.py writes it
 PACKAGES = ("dsl_kernels", "codegen", "softgpu", "snapmla", "profiles", "tests", "docs", "examples")
 APART = (  # folders that are counted by themselves
-    "snapmla/testing", "snapmla/integrations", "profiles/engine", "profiles/fidelity",
-    "profiles/published", "profiles/studies", "tests/support",
+    "snapmla/testing", "snapmla/integrations", "profiles/engine", "profiles/published",
+    "profiles/studies", "tests/support",
 )  # fmt: skip
 PUBLIC = (  # modules that users import from (docs/api_page.py)
     "snapmla", "snapmla.parallel", "snapmla.flash_mla", "snapmla.flash_mla_fp8", "snapmla.dsa",

@@ -1,5 +1,8 @@
 """The benchmark: ``python -m profiles.bench h200-table --backends snapmla,flashmla_fp8``.
 
+A name is that of a preset, or of a table of ``profiles.tables``, which has contenders, gates and
+columns of its own (``profiles.table``): ``python -m profiles.bench sparse_cost --peers DIR``.
+
 Every timed row is checked against float64 on the contender's own inputs; contenders of one row are
 timed in turn in one process; ceilings are probed in the same run.  See
 ``profiles/results/README.md`` for what the figures mean, ``profiles.contenders`` for the names of
@@ -20,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from profiles import report as reports
-from profiles import roofline, shapes, supervise
+from profiles import roofline, shapes, supervise, tables
 from profiles.device import require_cuda
 from profiles.roofline import FORMATS, Card, Ceilings, Energies
 from profiles.shapes import DecodeShape, Shape
@@ -93,7 +96,7 @@ def plan_lines(chosen: list[Shape], card: Card) -> list[str]:
             size, flops = shape.bytes(fmt), shape.flops
             roof = roofline.roof_us(size, flops, card.ceilings, fmt)
         else:
-            size, flops = shape.bytes, shapes.flops(shape)
+            size, flops = shape.bytes, 0.0
             roof = roofline.helper_us(size, flops, card.ceilings)
         lines.append(f"{shape.label:34s} {size / 1e6:9.2f} {flops / 1e9:9.2f} {roof:9.2f}")
     return lines
@@ -159,10 +162,30 @@ def _check_backends(names: list[str], peers: Path | None) -> None:
             typer.echo(f"{name}: rows will be skipped: {reason}")
 
 
+def run_table(
+    name: str, given: dict[str, Any], out: Path, again: Path | None, **which: Any
+) -> None:
+    """Runs a table, or renders a record of it again."""
+    import torch
+
+    from profiles import page, table
+
+    one = tables.of(name)
+    if again is not None:
+        page.render(again, lambda rows: table.body(one, rows))
+        return
+    rows = table.run(one, table.Run(torch.device("cuda"), **given), out, **which)
+    if one.ours == () and any(row["wrong"] for row in rows):
+        raise typer.Exit(1)
+
+
 @app.command()
 def bench(
     preset: Annotated[
-        list[str] | None, typer.Argument(help=f"Presets: {', '.join(shapes.PRESETS)}.")
+        list[str] | None,
+        typer.Argument(
+            help=f"Presets: {', '.join(shapes.PRESETS)}; or a table: {', '.join(tables.NAMES)}."
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None, typer.Option(help="A shape, such as b32_L16384_h64_q1.")
@@ -188,9 +211,22 @@ def bench(
     rotate_mb: Annotated[float, typer.Option(help="Buffers rotate over so much.")] = 1000.0,
     quiet_limit: Annotated[float, typer.Option(help="Seconds of silence that are a hang.")] = 120.0,
     time_limit: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 1800.0,
+    first: Annotated[int, typer.Option(help="Shapes of a table, the first ones.")] = 999,
+    only: Annotated[str, typer.Option(help="Shapes of a table whose text has this.")] = "",
+    option: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE, which some tables know.")
+    ] = None,
+    render: Annotated[Path | None, typer.Option(help="A table's record: its page anew.")] = None,
 ) -> None:
     """Times shapes x backends, checks every row, writes JSON and markdown."""
     try:
+        if preset and preset[0] in tables.NAMES:
+            if render is None:
+                require_cuda()
+            words = dict(word.split("=", 1) for word in option or ())
+            given = {"peers": peers, "options": words}
+            run_table(preset[0], given, out, render, first=first, only=only, limit=time_limit)
+            return
         chosen = select(preset or [], shape or [])
         names = [b.strip() for b in backends.split(",") if b.strip()]
         if dry_run:

@@ -34,6 +34,12 @@ class Check:
     lse_error: float | None = None
     text: str = ""
 
+    def passed(self) -> float:
+        """The error; raises ValueError if it did not pass."""
+        if not self.ok:
+            raise ValueError(self.text)
+        return self.error
+
 
 @dataclass(frozen=True)
 class Truth:

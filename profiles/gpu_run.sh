@@ -31,72 +31,25 @@
 #                              dense+topk some of them; old-new:--witness what a witness costs)
 #   flashmla-suites:--suite,DIR[,ARG...]  FlashMLA's own sparse suites, a sample of their cases, on
 #                              our kernels (profiles.flashmla_suites says what DIR holds)
-#   append[:ARG,ARG...]        appending tokens, alone and in a step, beside vLLM's op
-#                              (profiles.append_cost ARG ARG...; append:--against,build/checkouts/NAME
-#                              beside a packed checkout)
-#   prologue                   a DSA layer's prologue beside the same in single calls
-#                              (profiles.prologue_cost); before pack: python -m codegen build
-#                              append_index_k_xbf16_ii64_neox_layer_sm90a
+#   table:NAME[,ARG,ARG...]    a table of profiles.tables (python -m profiles.bench NAME ARG...):
+#                              table:sparse_v4_cost,--first,3; table:append_cost,--set,
+#                              against=build/checkouts/NAME beside a packed checkout; DEEP_GEMM=DIR
+#                              for the indexer's.  Before pack, python -m codegen build of
+#                              prologue_cost: append_index_k_xbf16_ii64_neox_layer_sm90a
+#                              sparse_v4_cost, sparse_528_cost: sparse_decode_mix16_rR_obf16_kvF_sm90a,
+#                              R of 64, 32, 16, F of fp8_v4; fp8_nope, fp8_v41_planar, fp8_v41_rows
+#                              sparse_prefill_cost: sparse_prefill_rR_dD_sm90a, R of 64, 32, 16,
+#                              D of 576, 512
+#                              mha_cost: mha_items_sm90a, mha_fwd_dX_dbf16_sm90a, X of 192, 128, 256
 #   layers[:ARG,ARG...]        a step of 61 layers of DeepSeek-V3.2's attention in one graph, beside
 #                              vLLM's operators and an older checkout (profiles.v32_step_cost;
 #                              layers:--old,build/checkouts/base; DEEP_GEMM=DIR); before pack:
 #                              python -m codegen build append_index_k_xbf16_ii64_neox_layer_sm90a,
 #                              in the older checkout, too
-#   merge                      what the merge launch costs (profiles.merge_cost)
-#   f16                        decode with exact logits beside the default (profiles.logits_cost)
-#   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
-#                              before pack: python -m codegen build of
-#                              record_decode_mix16_rR_obf16_sm90a and
-#                              record_decode_mix16_rR_obf16_kvF_sm90a, R of 16, 32, 64, F of fp8_v4,
-#                              fp8_v41_planar, fp8_v41_rows, fp8_nope; its tests are
-#                              tests:tests/gpu/test_record_decode.py
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
-#   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
-#   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
-#   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
-#                              before pack: python -m codegen build of
-#                              sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 64, 32, 16
-#   sparse-tiles[:ARG,ARG...]  row tiles and cuts of sparse decode by size (profiles.sparse_tiles
-#                              ARG ARG...)
-#   sparse-528[:ARG,ARG...]    over tokens of 528 bytes beside 656 (profiles.sparse_528_cost ARG
-#                              ARG...); before pack: python -m codegen build of
-#                              sparse_decode_mix16_rR_obf16_kvF_sm90a, R of 64, 32, 16, F of
-#                              fp8_nope, fp8_v41_planar, fp8_v41_rows
-#   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
-#                              ARG...); before pack: python -m codegen build of
-#                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
-#   sparse-bounds[:ARG,ARG...]  what bounds sparse decode: gather and math alone
-#                              (profiles.sparse_bounds_cost ARG ARG...); before pack: python -m
-#                              codegen build of sparse_decode_etap_rR_obf16_X_sm90a and
-#                              sparse_decode_mix16_rR_obf16_X_sm90a, R of 16, 64, X of gather, math
-#   sparse-rows[:ARG,ARG...]   sparse decode over BF16 rows beside FlashAttention-3 and FlashMLA
-#                              (profiles.sparse_rows_cost ARG ARG...)
-#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache
-#                              (profiles.sparse_prefill_cache_cost ARG ARG...); with --designs
-#                              other builds for 16 heads, before pack: python -m codegen build
-#                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0, math, gather
-#   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
-#                              ARG ARG...; mha:--alone each contender by itself); before pack: python -m codegen build of mha_items_sm90a,
-#                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
-#                              times heads of 256 channels alone, beside --also,VARIANT if told
-#   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
-#   topk-rows[:ARG,ARG...]     top-k by rows, width and length, all variants that are built
-#                              (profiles.topk_rows_cost ARG ARG...)
-#   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
-#                              (profiles.index_cost ARG ARG...)
-#   dsa-step[:ARG,ARG...]      scores and top-k of a step beside DeepGEMM and vLLM
-#                              (profiles.dsa_step_cost ARG ARG...; DEEP_GEMM=DIR)
-#   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
-#                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
-#   item-stamps[:SHAPE,SHAPE...]  times of the events of V4 decode's items (profiles.item_stamps has
-#                              the shapes, and the commands that build them, before pack)
-#   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
-#   fidelity-high              accuracy="high" in layers and drift of one small model, which it
-#                              trains first (profiles.fidelity high); before pack: python -m codegen
-#                              build decode_etap_r32_p64_obf16_pt2_sm90a
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it; VLLM_PACKED=DIR is another folder),
 #                              where no vLLM is installed
@@ -107,12 +60,6 @@
 #                              engine:sparse-deep,--timing,8x131072 one shape (32x32768 the other)
 #   engine:sparse-old-new,--old,DIR  steps of 27 layers with an older packed checkout and this one
 #   engine:sparse-why          which tensor of a request differs alone and in a batch
-#   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
-#                              attention (profiles.transformers_step ARG ARG...), where transformers
-#                              is installed, packed by profiles.engine bring, or wheels of it and of
-#                              what constraints/transformers.txt lists are in WHEELS; its tests are
-#                              tests:tests/gpu/test_transformers.py
-#   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
 #   record                     what the software GPU replays, to $OUT/softgpu_h200.npz; before pack's
 #                              files leave: python -m profiles.record_softgpu hashes
 #   demo                       make demo's job
@@ -315,57 +262,25 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.flashmla_suites --out "$work" \
                 --limit $((seconds - 40)) ${what//,/ }
             ;;
-        pair)
-            timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
-            ;;
-        sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
-            sparse-prefill-cache | mha | dsa | dsa-step | append)
+        table)
             # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
-                --out "$work" ${what//,/ }
-            ;;
-        topk-rows)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.topk_rows_cost --out "$work" ${what//,/ }
-            ;;
-        sparse-tiles)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.sparse_tiles --out "$work" ${what//,/ }
-            ;;
-        sparse-528)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.sparse_528_cost --out "$work" ${what//,/ }
-            ;;
-        index)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
+            timeout -k 10 "$seconds" "$python" -m profiles.bench ${what//,/ } --out "$work" \
+                --time-limit $((seconds - 15))
             ;;
         layers)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.v32_step_cost --peers .peers \
                 --out "$work" ${what//,/ }
             ;;
-        prologue) timeout -k 10 "$seconds" "$python" -m profiles.prologue_cost --out "$work" ;;
-        merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
-        f16) timeout -k 10 "$seconds" "$python" -m profiles.logits_cost --out "$work" ;;
-        records) timeout -k 10 "$seconds" "$python" -m profiles.records_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.parallel_cost --out "$work" \
                 --seconds $((seconds - 60)) ${what//,/ } 2>&1 | tee "$work/parallel.log"
             return "${PIPESTATUS[0]}"
             ;;
-        dense-accuracy)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.dense_accuracy --out "$work" ${what//,/ }
-            ;;
         stamps)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
-            ;;
-        item-stamps)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.item_stamps --out "$work" ${what//,/ }
             ;;
         record)
             timeout -k 10 "$seconds" "$python" -m profiles.record_softgpu record \
@@ -378,23 +293,6 @@ run_part() {
             return "${PIPESTATUS[0]}"
             ;;
         demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
-        fidelity)
-            # what was finished stays in build/fidelity for the next call
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.fidelity all ${what//,/ } \
-                --out build/fidelity/results --limit $((seconds - 30)) 2>&1 |
-                tee "$work/fidelity.log"
-            local code=${PIPESTATUS[0]}
-            [ -d build/fidelity/results ] && cp -r build/fidelity/results "$work/fidelity"
-            [ "$code" -eq 3 ] && code=0 # more to run: no failure
-            return "$code"
-            ;;
-        fidelity-high)
-            timeout -k 10 "$seconds" "$python" -m profiles.fidelity high --out "$work" \
-                --work build/fidelity-high --limit $((seconds - 120)) 2>&1 |
-                tee "$work/fidelity-high.log"
-            return "${PIPESTATUS[0]}"
-            ;;
         engine)
             engine_site || return 1
             # shellcheck disable=SC2086  # a list of words
@@ -406,14 +304,6 @@ run_part() {
             cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null
             return "$code"
             ;;
-        transformers)
-            [ -d "${VLLM_PACKED:-build/vllm}" ] && engine_site
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.transformers_step --out "$work" \
-                --seconds $((seconds - 60)) ${what//,/ } 2>&1 | tee "$work/transformers.log"
-            return "${PIPESTATUS[0]}"
-            ;;
-        model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
             echo "part: '$part' is none; \`bash profiles/gpu_run.sh\` lists those that there are"
             return 2

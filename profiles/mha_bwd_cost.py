@@ -9,8 +9,8 @@ two      time of 2 x 4096 alone
 time     all launches of a backward, lists among them, in turn with cuDNN's, and each of ours
 
 cuDNN takes K as one tensor with a head's own RoPE channels; ours takes them apart, of one head that
-all share (``together`` heads of a CTA's sum), or each head's own.  As in profiles.mha_cost only
-ratios of one table hold.  TF counts 2 (3 d_qk + 2 d_v) FLOP a pair that is seen and head.
+all share (``together`` heads of a CTA's sum), or each head's own.  As in profiles.tables.mha_cost
+only ratios of one table hold.  TF counts 2 (3 d_qk + 2 d_v) FLOP a pair that is seen and head.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from codegen.artifacts import write_atomic
 from dsl_kernels.mha_grads import rope_groups, stats_blocks
 from dsl_kernels.mha_list import most_tiles, workspace_words
 from dsl_kernels.spec import VariantSpec
-from profiles import mha_cost
-from profiles.mha_cost import Shape
+from profiles.tables import mha_cost
+from profiles.tables.mha_cost import Shape
 from snapmla import runtime
 from snapmla.mha import mha_prefill
 from snapmla.plan import sm_count

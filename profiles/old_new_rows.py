@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from profiles import dsa_cost, mha_cost, shapes, sparse_prefill_cost, sparse_v4_cost
+from profiles import shapes
 from profiles.shapes import DecodeShape
-from profiles.sparse_cost import SHAPES as SPARSE_SHAPES
+from profiles.tables import dsa_cost, mha_cost, sparse_prefill_cost, sparse_v4_cost
+from profiles.tables.sparse_cost import SHAPES as SPARSE_SHAPES
 from profiles.timing import TimingConfig, buffer_count
 from snapmla import PagedKVCache, append_kv
 
@@ -381,7 +382,7 @@ class Topk:
 
     @classmethod
     def draw(cls, shape: TopkRow, _: Sizes, device: torch.device) -> Topk:
-        """As ``profiles.dsa_cost`` draws them."""
+        """As ``profiles.tables.dsa_cost`` draws them."""
         k = min(dsa_cost.K, shape.columns)
         rows, columns, tokens, scores = shape
         return cls(dsa_cost.Problem.of(rows, columns, scores, k, device, tokens))

@@ -71,7 +71,6 @@ KINDS = {
     "replay": "all 2^32 arguments of each special function against the H200's",
     "sample": "SM100's decode at points where every two values of every two axes meet",
     "tests": "test files over the whole matrix instead of the test set",
-    "fidelity": "the accuracy study on a two-layer model: trained, evaluated, kernels in the loop",
 }
 # Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
 PER_VARIANT = ("tests/kernels/test_variants.py", "tests/kernels/test_h200.py")
@@ -114,7 +113,7 @@ def steps() -> list[Step]:
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
     found += [_tests(path, every) for path in whole_matrix_files()]
-    return [*found, _rehearsal()]
+    return found
 
 
 def one_source(spec: VariantSpec) -> bool:
@@ -216,18 +215,6 @@ def _tests(path: str, every: list[VariantSpec]) -> Step:
     reads = ("softgpu", "snapmla", "codegen", "profiles", "tests")
     what = path.removeprefix("tests/")
     return step("tests", what, command, reads=reads, specs=every, without=(EXPLANATIONS,))
-
-
-def _rehearsal() -> Step:
-    """Of the accuracy study; the variants are those that it decodes with."""
-    names = ("append_kv_xbf16_ii32", "quantize_q_xbf16_token_head", "plan_decode",
-             "decode_etap_r32_p64_obf16", "decode_etap_r32_p64_obf16_pt2",
-             "decode_f16_r32_p64_obf16")  # fmt: skip
-    specs = [VariantSpec.from_name(f"{name}_sm90a") for name in names]
-    command = ("-m", "profiles.fidelity", "rehearse")
-    mine = ("fidelity", "contenders.py", "decode_row.py", "peer_libraries.py")
-    reads = (*(f"profiles/{name}" for name in mine), "softgpu", "snapmla")
-    return step("fidelity", "rehearsal", command, reads=reads, specs=specs)
 
 
 def part(found: Sequence[Step], text: str) -> list[Step]:

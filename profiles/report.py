@@ -15,7 +15,7 @@ from typing import Any
 from codegen.artifacts import write_atomic
 from profiles import roofline
 from profiles.roofline import FORMATS, Card, Ceilings, Energies
-from profiles.shapes import INDEX_OPS, DecodeShape, IndexShape, flops, is_decode, parse
+from profiles.shapes import DecodeShape, is_decode, parse
 
 Row = dict[str, Any]
 PEERS = ("flashmla_bf16", "flashmla_fp8", "fa3", "etap", "torch")
@@ -38,13 +38,11 @@ def enrich(
     us = row.get("us")
     new: Row = {**row, "shape": label, "op": shape.op, "reproduce": reproduce(label, row)}
     if not isinstance(shape, DecodeShape):
-        new["bytes"], work = shape.bytes, flops(shape)
+        new["bytes"] = shape.bytes
         if us:
             new["gbs"] = shape.bytes / us * 1e-3
-        if us and work:
-            new["flops"], new["tflops"] = work, work / us * 1e-6
         if us and ceilings:
-            new["roof_us"] = roofline.helper_us(shape.bytes, work, ceilings)
+            new["roof_us"] = roofline.helper_us(shape.bytes, 0.0, ceilings)
             new["roof_fraction"] = new["roof_us"] / us
         return new
     fmt = FORMATS[row["format"]] if "format" in row else FORMATS["snapmla"]
@@ -195,9 +193,6 @@ HELPER_COLUMNS = (
     ("error", "error", ".1e"), ("MHz", "mhz", ".0f"), ("W", "watts", ".0f"),
 )  # fmt: skip
 
-INDEX_COLUMNS = (*HELPER_COLUMNS[:3], ("TFLOP/s", "tflops", ".0f"), HELPER_COLUMNS[3],
-                 *HELPER_COLUMNS[5:])  # fmt: skip
-
 
 def _full_table(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> list[str]:
     head = ["shape", "backend", *(c[0] for c in columns), "check"]
@@ -248,18 +243,12 @@ def short_table(report: dict[str, Any]) -> list[str]:
         if not is_decode(row["op"]):
             lines.append(
                 f"{row['shape']:32s} {row['backend']:12s} {_cell(row.get('us'), '.2f'):>8s} µs "
-                f"{_cell(row.get('gbs'), '.0f'):>5s} GB/s  {_beside(row)}  {row.get('status')} "
+                f"{_cell(row.get('gbs'), '.0f'):>5s} GB/s  "
+                f"of copy {_cell(row.get('copy_fraction'), '%')}  {row.get('status')} "
                 f"{row.get('note', '')}"
             )
-    own = [*uneven_lines(decode), *quantise_lines(by_shape), *index_lines(rows)]
+    own = [*uneven_lines(decode), *quantise_lines(by_shape)]
     return [*lines, "", *own, *summary_lines(report["summary"]), *power_lines(report)]
-
-
-def _beside(row: Row) -> str:
-    """What a row that is no decode is held beside."""
-    if row["op"] in INDEX_OPS:
-        return f"of roof {_cell(row.get('roof_fraction'), '%')}"
-    return f"of copy {_cell(row.get('copy_fraction'), '%')}"
 
 
 def power_lines(report: dict[str, Any]) -> list[str]:
@@ -329,46 +318,6 @@ def quantise_lines(by_shape: dict[str, dict[str, Row]]) -> list[str]:
     return lines
 
 
-ROW_LIMITS = (16, 64, 1 << 30)  # query tokens up to which rows of the indexer are summed up
-
-
-def index_lines(rows: Sequence[Row]) -> list[str]:
-    """The indexer against each peer, the fastest of its kernels: rows that both ran and passed."""
-    lines = []
-    for op in INDEX_OPS:
-        times: dict[str, dict[str, float]] = {}
-        for row in rows:
-            if row["op"] == op and counts(row):
-                who = _family(row["backend"])
-                own = times.setdefault(who, {})
-                own[row["shape"]] = min(row["us"], own.get(row["shape"], math.inf))
-        ours = times.pop("snapmla", {})
-        for who, theirs in times.items():
-            if who.startswith("snapmla"):
-                continue
-            told: set[int] = set()
-            for limit in ROW_LIMITS:
-                few = {s: us for s, us in ours.items() if _query_tokens(s) <= limit}
-                found = _versus(f"{op}, snapmla", who, few, theirs)
-                if found["rows"] and found["rows"] not in told:
-                    told.add(found["rows"])
-                    most = f", up to {limit} query tokens" if limit < ROW_LIMITS[-1] else ""
-                    lines += [text + most for text in summary_lines([found])]
-    return lines
-
-
-def _family(backend: str) -> str:
-    """Whose kernel it is; deterministic ones, and calls of one kernel of several, count apart."""
-    if backend.startswith("DeepGEMM +"):
-        return "DeepGEMM and vLLM"
-    return "vLLM" if backend.startswith("vLLM") else backend
-
-
-def _query_tokens(label: str) -> int:
-    shape = parse(label)
-    return shape.rows if isinstance(shape, IndexShape) else 0
-
-
 def summary_lines(summary: Iterable[Row]) -> list[str]:
     """One sentence per comparison."""
     return [
@@ -405,14 +354,11 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [f"- {text}" for text in report["dequant_model"] + report["notes"]]
     lines += ["", "## Summary", "", *short_table(report)]
     decode = [r for r in report["rows"] if is_decode(r["op"])]
-    indexed = [r for r in report["rows"] if r["op"] in INDEX_OPS]
-    helpers = [r for r in report["rows"] if not is_decode(r["op"]) and r not in indexed]
+    helpers = [r for r in report["rows"] if not is_decode(r["op"])]
     if decode:
         lines += ["", "## Decode rows", "", *_full_table(decode, DECODE_COLUMNS)]
     if helpers:
         lines += ["", "## Helper rows", "", *_full_table(helpers, HELPER_COLUMNS)]
-    if indexed:
-        lines += ["", "## Rows of the indexer", "", *_full_table(indexed, INDEX_COLUMNS)]
     if report["ceilings"]["probes"]:
         lines += ["", "## Probes", "", *_probe_table(report["ceilings"]["probes"])]
     lines += ["", "## Reproduce", "", "```"]

@@ -70,15 +70,14 @@ def form_of(spec: VariantSpec) -> tuple[Any, ...]:
 def chosen(names: Iterable[str], arch: str) -> list[str]:
     """One variant of every form, attention first: what a limit cuts off are helpers.
 
-    Of a form it is the one whose other axes are the most usual.  Builds that gather or multiply
-    alone, or record events, return no results.
+    Of a form it is the one whose other axes are the most usual.  Builds that record events write
+    into the workspace.
     """
     found: dict[tuple[Any, ...], str] = {}
     specs = [VariantSpec.from_name(name) for name in names]
     for spec in sorted(specs, key=lambda spec: (matrix.changed(spec), spec.name)):
         name, values = spec.name, dict(spec.values)
-        partial = values.get("only", "all") != "all" or values.get("stamps", 0)
-        if spec.arch != arch or partial:
+        if spec.arch != arch or values.get("stamps", 0):
             continue
         if any(values.get(axis) in same for axis, same in SAME_CODE.items()):
             continue

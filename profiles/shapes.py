@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 _DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged|_skewed)?(_ragged_q)?")
 SHORT = 1024  # tokens of the short requests of a skewed batch
-_INDEX = re.compile(
-    r"(index_logits|index_topk|select_topk)_b(\d+)_L(\d+)(?:_h(\d+)_q(\d+))?(?:_k(\d+))?(_zeros)?"
-)
 _FIELD = re.compile(r"([a-z]+)(\d+)")
 
 
@@ -162,65 +159,7 @@ class HelperShape:
         return moved(self.spec, self.sizes)
 
 
-@dataclass(frozen=True, order=True)
-class IndexShape:
-    """One call of the indexer of sparse attention.
-
-    Attributes:
-        op: ``index_logits``, ``select_topk`` or ``index_topk``, both of them.
-        batch: sequences, of top-k alone rows.
-        seqlen: cached tokens of each, or columns.
-        num_heads, s_q: of the index queries; 0 and 1 of top-k alone.
-        k: tokens that are chosen.
-        zeros: of top-k alone: 98 % of the scores are 0.
-    """
-
-    op: str
-    batch: int
-    seqlen: int
-    num_heads: int = 0
-    s_q: int = 1
-    k: int = 2048
-    zeros: bool = False
-
-    @property
-    def label(self) -> str:
-        """Short name; ``parse`` reads it back."""
-        heads = f"_h{self.num_heads}_q{self.s_q}" if self.num_heads else ""
-        tail = ("" if self.k == 2048 else f"_k{self.k}") + ("_zeros" if self.zeros else "")
-        return f"{self.op}_b{self.batch}_L{self.seqlen}{heads}{tail}"
-
-    @property
-    def rows(self) -> int:
-        """Query tokens."""
-        return self.batch * self.s_q
-
-    @property
-    def seen(self) -> float:
-        """Pairs of a query token and a cached token that it sees."""
-        return self.batch * (self.s_q * self.seqlen - self.s_q * (self.s_q - 1) / 2)
-
-    @property
-    def cache_bytes(self) -> float:
-        """Of the index keys and their scales, once."""
-        return 132.0 * self.batch * self.seqlen
-
-    @property
-    def bytes(self) -> float:
-        """Bytes that must cross the bus; of both the scores between them do not count."""
-        chosen = 4.0 * self.rows * (self.k + 1)
-        if self.op == "select_topk":
-            return 4.0 * self.seen + chosen
-        scored = self.cache_bytes + self.rows * self.num_heads * (128.0 + 4.0)
-        return scored + (4.0 * self.seen if self.op == "index_logits" else chosen)
-
-    @property
-    def flops(self) -> float:
-        """Of the products, in FP8."""
-        return 2.0 * 128 * self.num_heads * self.seen
-
-
-Shape = DecodeShape | HelperShape | IndexShape
+Shape = DecodeShape | HelperShape
 
 
 def helper_modes() -> dict[str, tuple[str, ...]]:
@@ -228,14 +167,6 @@ def helper_modes() -> dict[str, tuple[str, ...]]:
     from snapmla.testing import workloads
 
     return {name: tuple(work.bench[name]) for name, work in workloads.benched().items()}
-
-
-def flops(shape: HelperShape | IndexShape) -> float:
-    """Of an operation that is no decode; helpers have no products."""
-    return shape.flops if isinstance(shape, IndexShape) else 0.0
-
-
-_INDEX_REST = (0, 0, 0, 1, 2048)  # what a label of the indexer leaves out
 
 
 def parse(label: str) -> Shape:
@@ -253,23 +184,12 @@ def parse(label: str) -> Shape:
         return DecodeShape(
             b, length, h, q, tail == "_ragged", tail == "_skewed", bool(found.group(6))
         )
-    found = _INDEX.fullmatch(label)
-    if found:
-        op, tail = found.group(1), bool(found.group(7))
-        b, length, h, q, k = (int(found.group(i) or d) for i, d in zip(range(2, 7), _INDEX_REST))
-        scored = op != "select_topk"
-        if min(b, length, q, k) < 1 or (h > 0) != scored or (tail and scored):
-            raise ValueError(
-                "shape: expected index_logits|index_topk_b<>_L<>_h<>_q<>[_k<>] or "
-                f"select_topk_b<>_L<>[_k<>][_zeros], of positive sizes; got {label!r}"
-            )
-        return IndexShape(op, b, length, h, q, k, tail)
     modes = helper_modes()
     op = next((o for o in modes if label == o or label.startswith(o + "_")), None)
     if op is None:
         raise ValueError(
             "shape: expected b<batch>_L<tokens>_h<heads>_q<s_q>[_ragged|_skewed][_ragged_q] or "
-            f"<{'|'.join([*modes, *INDEX_OPS])}>_...; got {label!r}"
+            f"<{'|'.join(modes)}>_...; got {label!r}"
         )
     rest = label[len(op) + 1 :]
     mode = next((m for m in sorted(modes[op], key=len, reverse=True) if rest.endswith(m)), None)
@@ -347,40 +267,6 @@ def _ragged_cost() -> list[Shape]:
     return rows
 
 
-INDEX_OPS = ("select_topk", "index_logits", "index_topk")
-INDEXED = [(b, n) for n in (8192, 32768, 131072) for b in (1, 8, 32, 64, 128, 256)]
-
-
-def _dsa_topk() -> list[Shape]:
-    ties = ((64, 16384), (64, 131072), (256, 32768))
-    return [
-        *(IndexShape("select_topk", b, n) for b, n in [*INDEXED, (2048, 32768), (1, 300000)]),
-        *(IndexShape("select_topk", b, n, zeros=True) for b, n in ties),
-    ]
-
-
-def _dsa(op: str) -> list[Shape]:
-    """Scores, or scores and top-k: all shapes that fit a cache of 4 million tokens."""
-    sizes = [(b, n) for b, n in INDEXED if b * n <= 1 << 22]
-    return [IndexShape(op, b, n, h, q) for h in (64, 32) for q in (1, 2, 4) for b, n in sizes]
-
-
-def _dsa_prompts() -> list[Shape]:
-    sizes = ((2048, 32768), (4096, 65536), (2048, 131072), (8192, 8192))
-    return [IndexShape("index_logits", 1, n, h, q) for h in (64, 32) for q, n in sizes]
-
-
-def _dsa_some() -> list[Shape]:
-    """Of each of those what tells most, some five minutes."""
-    sizes = ((1, 8192), (1, 131072), (8, 32768), (32, 8192), (64, 32768), (32, 131072))
-    rows: list[Shape] = [IndexShape("select_topk", b, n) for b, n in (*sizes, (256, 32768))]
-    rows.append(IndexShape("select_topk", 64, 16384, zeros=True))
-    for op in ("index_logits", "index_topk"):
-        rows += [IndexShape(op, b, n, 64) for b, n in sizes]
-        rows += [IndexShape(op, b, n, h, q) for b, n in sizes[2:5] for h, q in ((64, 4), (32, 1))]
-    return [*rows, *_dsa_prompts()[:1]]
-
-
 PRESETS: dict[str, list[Shape]] = {
     # SnapMLA paper, Figure 5: DP1/TP8, DP4/TP2 and DP8/TP1 leave 16, 64 and 128 heads a GPU.
     "snapmla-fig5": _fig5(),
@@ -423,10 +309,6 @@ PRESETS: dict[str, list[Shape]] = {
     "layer": [
         DecodeShape(32, 1024, 16), DecodeShape(32, 1024, 128), DecodeShape(32, 16384, 16),
     ],
-    # The indexer of sparse attention; DEEP_GEMM=DIR names DeepGEMM's folder.
-    "dsa": _dsa_some(),
-    "dsa-topk": _dsa_topk(), "dsa-logits": [*_dsa("index_logits"), *_dsa_prompts()],
-    "dsa-step": _dsa("index_topk"),
     # Small enough for the software GPU; also what `--device cpu` runs by default.
     "tiny": [DecodeShape(2, 96, 16), HelperShape("append_kv", tokens=32)],
 }  # fmt: skip

@@ -19,6 +19,7 @@ nothing about a GPU but runs the same code path.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,9 @@ class TimingConfig:
         cold_iters: single calls on a cold L2; 0 leaves ``us_cold`` out.
         host_iters: eager calls for ``host_us``; 0 leaves it out.
         rotate_bytes: bytes over which a loop's buffers rotate.
+        shuffled: contenders take a random order in each round, not one that shifts: behind the same
+            neighbour in all rounds a contender is flattered, or wronged, by that one's power.
+        warm: a replay of the same loop stands before each that counts.
     """
 
     graph_ms: float = 8.0
@@ -53,6 +57,8 @@ class TimingConfig:
     cold_iters: int = 15
     host_iters: int = 30
     rotate_bytes: float = 1e9
+    shuffled: bool = False
+    warm: bool = False
 
 
 @dataclass
@@ -237,6 +243,8 @@ def _runner(calls: Sequence[Call], count: int) -> Call:
 
 
 def _capture(calls: Sequence[Call], count: int) -> Call:
+    """A graph, captured on a stream on which a call ran before: what is made once for a stream,
+    such as the schedule behind FlashMLA's names, is in no graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -244,7 +252,7 @@ def _capture(calls: Sequence[Call], count: int) -> Call:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         _runner(calls, count)()
     return graph.replay
 
@@ -301,10 +309,12 @@ def interleave(
         return {}
     if loops[0].mode == "cpu":
         return _wall_clock(loops, config)
+    pick = random.Random(0)
     for number in range(config.warmup_rounds + config.rounds):
         shift = number % len(loops)
-        for loop in [*loops[shift:], *loops[:shift]]:
-            _timed_replay(loop, nvml, keep=number >= config.warmup_rounds)
+        order = [*loops[shift:], *loops[:shift]]
+        for loop in pick.sample(order, len(order)) if config.shuffled else order:
+            _timed_replay(loop, nvml, number >= config.warmup_rounds, config.warm)
     if flush is not None:
         for _ in range(config.cold_iters):
             for loop in loops:
@@ -312,9 +322,11 @@ def interleave(
     return {loop.name: loop.result() for loop in loops}
 
 
-def _timed_replay(loop: Loop, nvml: Nvml | None, keep: bool) -> None:
+def _timed_replay(loop: Loop, nvml: Nvml | None, keep: bool, warm: bool = False) -> None:
     begin, end = _events()
     torch.cuda._sleep(SPIN_CYCLES)
+    if warm:
+        loop.run()
     begin.record()
     loop.run()
     end.record()

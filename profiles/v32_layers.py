@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 import snapmla
-from profiles.index_cost import pool_of
-from profiles.sparse_cost import filled_rows
+from profiles.index_step import pool_of
+from profiles.tables.sparse_cost import filled
 from snapmla import dsa
 from snapmla.testing.index_reference import E4M3
 
@@ -41,7 +41,9 @@ class Memory:
     """Both caches, of random tokens: rows of 656 bytes, index keys of 132."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
-        self.kv = filled_rows(tokens, device)
+        kv = filled("fp8_ds_mla", tokens, device).kv
+        assert kv is not None
+        self.kv = kv.view(-1, 656)
         self.index = pool_of(tokens // PAGE, device)
 
 

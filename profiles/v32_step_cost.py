@@ -26,9 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 from profiles.device import require_cuda
@@ -42,13 +40,15 @@ import typer
 import snapmla
 from profiles import checkouts, page, timing, v32_layers, v32_vllm
 from profiles.machine import machine
-from profiles.sparse_cost import meant, timed
+from profiles.tables.sparse_cost import stored
 from profiles.v32_layers import HEADS, LAYERS, LONGEST, SCALE, Layer, Made, Memory, Step
 from snapmla.testing import metrics, rope
 
 SHAPES = tuple((b, tokens) for b in (1, 8, 32, 128) for tokens in (4096, 16384, 65536))
 POOL = 1 << 24  # tokens
-ROUNDS, ROUND_MS = 7, 20.0
+CONFIG = timing.TimingConfig(
+    graph_ms=20.0, rounds=7, warmup_rounds=0, cold_iters=0, host_iters=0, shuffled=True
+)
 # Relative L2 to float64.  Of the tokens that today's layer chose: queries that round otherwise
 # before they are quantised choose others at the threshold, at most a few in a hundred.
 GATE, SHARED = 5e-3, 0.95
@@ -101,8 +101,11 @@ def package_of(folder: str) -> Iterator[Any]:
 def error(step: Step, made: Made, seed: int = 0) -> float:
     """Largest relative L2 of some sequences to float64 on the tokens that the layer chose."""
     worst, pick = 0.0, random.Random(seed)
+    cache = snapmla.PagedKVCache.from_tensors(
+        step.kv.view(-1, v32_layers.PAGE, 1, 656), format="fp8_ds_mla"
+    )
     for i in {0, step.batch - 1, pick.randrange(step.batch)}:
-        kv = meant(step.kv[made.slots[i].long()])
+        kv = stored(cache, made.slots[i].long())
         q = torch.cat((step.q_nope[i], made.q_rope[i]), -1).double()
         weights = torch.softmax(q @ kv.T * SCALE, -1)
         worst = metrics.largest(worst, metrics.relative_l2(made.out[i, 0], weights @ kv[:, :512]))
@@ -129,60 +132,27 @@ def check(step: Step, name: str, layer: Layer, chosen: torch.Tensor | None) -> d
     return {"error": off, "shared": both}
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A graph, and the layer whose tensors it reads and writes: it holds none itself."""
-
-    graph: torch.cuda.CUDAGraph
-    layer: Layer
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-    @classmethod
-    def of(cls, layer: Layer, count: int) -> Captured:
-        """Of the step's layers, one behind the other; replayed once.
-
-        Raises:
-            RuntimeError: a kernel fails, which ends the process' work on the card.
-        """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            layer(0)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(count):
-                layer(i)
-        graph.replay()
-        torch.cuda.synchronize()
-        return cls(graph, layer)
-
-
-def in_turn(graphs: Mapping[str, Captured]) -> dict[str, float]:
-    """Milliseconds of a step, the median of the rounds."""
-    replays = {name: max(1, int(ROUND_MS / timed(graph, 1))) for name, graph in graphs.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    pick = random.Random(0)
-    for _ in range(ROUNDS):
-        for name in pick.sample(list(graphs), len(graphs)):
-            times[name].append(timed(graphs[name], replays[name]))
-    return {name: median(ms) for name, ms in times.items()}
-
-
 def row(
     memory: Memory, shape: tuple[int, int], old: str, peers: v32_vllm.Peers, without: Sequence[str]
 ) -> dict[str, Any]:
     """A line of the table: milliseconds of a step by contender, what was checked before, and who
     of the older checkout and the peers is left out, and why."""
     step = Step(memory, *shape)
-    count, graphs, checks, left_out = len(step.tables), {}, {}, {}
+    count, checks, left_out = len(step.tables), {}, {}
+    loops: list[timing.Loop] = []
     chosen = None
 
     def enter(name: str, layer: Layer) -> None:
         checks[name] = check(step, name, layer, chosen)
-        graphs[name] = Captured.of(layer, count)
+
+        def whole() -> None:
+            for i in range(count):
+                layer(i)
+
+        loop = timing.make_loop(name, [whole], CONFIG, cuda=True)
+        if loop.mode != "graph":
+            raise RuntimeError(loop.mode)
+        loops.append(loop)
 
     def try_out(name: str, make: Callable[[], Layer]) -> None:
         try:
@@ -202,8 +172,9 @@ def row(
             try_out(BEFORE, lambda: v32_layers.single(step, package, *made))
     if not peers.missing and VLLM not in without:
         try_out(VLLM, lambda: v32_vllm.layer(step, peers))
+    ms = {name: each.us / 1e3 for name, each in timing.interleave(loops, CONFIG).items()}
     return {
-        "batch": shape[0], "tokens": shape[1], "ms": in_turn(graphs), "checks": checks,
+        "batch": shape[0], "tokens": shape[1], "ms": ms, "checks": checks,
         "left_out": left_out,
     }  # fmt: skip
 

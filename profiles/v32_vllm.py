@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from profiles.dsa_cost import COOPERATIVE_ROWS, WORKSPACE, vllm_ops
-from profiles.index_cost import peer_of
+from profiles.index_step import peer_of
+from profiles.peer_ops import COOPERATIVE_ROWS, WORKSPACE, vllm_ops
 from profiles.v32_layers import EPS, LONGEST, PAGE, SCALE, K, Layer, Made, Step
 from snapmla.plan import sm_count
 

@@ -22,13 +22,13 @@ from typing import Any, TextIO
 
 import torch
 
-from profiles import ceilings, contenders, dsa_rows, helper_rows, power, timing
+from profiles import ceilings, contenders, helper_rows, power, timing
 from profiles.check import Check, Truth, check_decode, decode_truth, mimic_gate
 from profiles.decode_row import SOFTMAX_SCALE, Contender, Entry, Problem
 from profiles.machine import machine
 from profiles.pools import CHUNK_TOKENS, Latents, Pool, fill
 from profiles.roofline import FORMATS
-from profiles.shapes import DecodeShape, HelperShape, IndexShape, Shape, parse
+from profiles.shapes import DecodeShape, HelperShape, Shape, parse
 from profiles.supervise import RunConfig
 
 POOL_GRAIN = 128  # tokens; a multiple of every page size
@@ -246,7 +246,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------ helper rows
 
-    def _helper_job(self, shape: HelperShape | IndexShape) -> list[dict[str, Any]]:
+    def _helper_job(self, shape: HelperShape) -> list[dict[str, Any]]:
         culprit = f"snapmla {shape.op}"  # who is blamed: not the decode of the same name
         rows: dict[str, dict[str, Any]] = {}
         loops: list[timing.Loop] = []
@@ -256,7 +256,7 @@ class Worker:
             return [{**failed, "note": banned}]
         self._start(shape, culprit, "prepare")
         try:
-            helpers = self._helpers(shape)
+            helpers = helper_rows.build(shape, self.timing, self.device)
         except Exception as error:
             self._raise_if_context_lost()
             return [{**failed, "note": _short(error)}]
@@ -279,13 +279,6 @@ class Worker:
         self._start(shape, "", "time")
         self._finish(rows, loops)
         return list(rows.values())
-
-    def _helpers(self, shape: HelperShape | IndexShape) -> list[helper_rows.Helper]:
-        if isinstance(shape, HelperShape):
-            return helper_rows.build(shape, self.timing, self.device)
-        peers = Path(self.config.peers) if self.config.peers else None
-        pages = dsa_rows.pages_of(self.shapes, self.timing)
-        return dsa_rows.build(shape, self.timing, self.device, peers, pages)
 
     # ------------------------------------------------------------------------------ common parts
 

@@ -287,8 +287,8 @@ def test_softgpu_says_what_is_close_to_a_name(
 @pytest.mark.parametrize(
     "command",
     [
-        "-m profiles.host_time", "-m profiles.merge_cost", "-m profiles.dsa_cost",
-        "-m profiles.dsa_step_cost",
+        "-m profiles.host_time", "-m profiles.bench merge_cost", "-m profiles.bench dsa_cost",
+        "-m profiles.bench dsa_step_cost",
         "-m profiles.bench h200-table", "-m profiles.parallel_cost",
         "-m profiles.record_softgpu record", "-m profiles.record_wgmma record",
         "-m profiles.ncu merge_obf16_sm90a", "tests/gpu/check_decode.py --parts correctness",

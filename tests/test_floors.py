@@ -184,6 +184,13 @@ def test_no_circle_among_modules(drawn: list[Import]) -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_what_is_maintained_imports_no_frozen_study(drawn: list[Import]) -> None:
+    studies = "profiles.studies"
+    assert any(each.source.startswith(studies) for each in drawn)
+    found = [each for each in drawn if each.target.startswith(studies)]
+    assert not [str(each) for each in found if not each.source.startswith(studies)]
+
+
 def test_no_private_name_crosses_modules() -> None:
     wrong = private_names(ROOT, FLOORS)
     assert not wrong, "\n" + "\n".join(wrong)

@@ -1,7 +1,8 @@
 """How large things may be, and that docstrings name what is there.
 
 Files, function bodies, the modules at the top of ``snapmla`` and the lines of prose in docs have
-limits.  A name between double backquotes in a docstring must be somewhere: see ``Names``.
+limits.  A name between double backquotes in a docstring must be somewhere: see ``Names``.  Frozen
+folders, which pyproject.toml takes out of lint, need not keep any of it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import functools
 import gc
 import re
 import textwrap
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dsl_kernels.spec import VariantSpec
-from tests.test_floors import FLOORS, ROOT, modules, targets
+from tests import test_floors
+from tests.test_floors import FLOORS, ROOT, targets
 
 SPLIT = ("snapmla", "dsl_kernels", "codegen", "softgpu", "profiles")  # whose files are kept short
 FILE_LINES = 600
@@ -85,6 +88,23 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
             if not (code or bare.startswith("|") or " " not in bare):
                 yield number, line
         blank = not bare
+
+
+@functools.cache
+def frozen() -> tuple[str, ...]:
+    """Folders of packages that lint leaves out."""
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    return tuple(name for name in ruff["extend-exclude"] if name.startswith(SPLIT))
+
+
+def modules(root: Path, packages: Iterable[str]) -> dict[str, Path]:
+    """Source files of the packages by dotted name, without what is frozen."""
+    out = tuple(root / name for name in frozen())
+    return {
+        name: path
+        for name, path in test_floors.modules(root, packages).items()
+        if not any(path.is_relative_to(folder) for folder in out)
+    }
 
 
 @functools.cache

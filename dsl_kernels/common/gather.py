@@ -175,8 +175,6 @@ class GatherRows:
         stages, q_stages: KV tiles, Q tiles in flight; 0: Q tiles are in the KV ring.
         readers: who frees a KV stage.
         by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
-        copies: off in builds for the bound of math alone, where only the first tiles are copied,
-            one a stage.
         rope: whether tokens have RoPE beside content.
     """
 
@@ -185,11 +183,10 @@ class GatherRows:
     scale_bytes, of_warps = SCALE, GROUPS
 
     def __init__(
-        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool,
-        copies: bool = True,
-    ):  # fmt: skip
+        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
+    ):
         self.work, self.stages, self.q_stages, self.readers = work, stages, q_stages, readers
-        self.by_lines, self.copies = by_lines, copies
+        self.by_lines = by_lines
         self.landed = Ring("landed", stages, {"gather": 32 * GATHER_WARPS})
 
     # ---------------------------------------------------------------- host half
@@ -299,11 +296,7 @@ class GatherRows:
                     if (i != span[0]) & (tile == begin + self.stages):
                         tile_of_q(i, batch, qst)
                 self._wait_free(st, k_pipe, kst, first)
-                if const_expr(self.copies):
-                    self._copy(to, planes, kst.index, page, offset, end - first, lane)
-                else:
-                    if kst.count < self.stages:
-                        self._copy(to, planes, kst.index, page, offset, end - first, lane)
+                self._copy(to, planes, kst.index, page, offset, end - first, lane)
                 arrive_landed(self.landed.full_barrier(st, kst.index))
                 if const_expr(mark is not None):
                     mark(kst.count == 0)

@@ -70,12 +70,9 @@ class GatherRecords(GatherRows):
 
     def __init__(
         self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool,
-        halves: bool, copies: bool = True,
+        halves: bool,
     ):  # fmt: skip
-        super().__init__(
-            work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines,
-            copies=copies,
-        )  # fmt: skip
+        super().__init__(work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines)
         self.halves, self.of_warps = halves, HALVES if halves else THIRDS
         self.first_half = Ring("first_half", stages, readers)
 

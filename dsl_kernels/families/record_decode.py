@@ -22,7 +22,6 @@ AXES = (
     *(axis for axis in SPARSE.axes if axis.name in SHARED),
     # 1: a copy takes a line of four rows, not a row, for which few rows' loader has no registers
     Axis("lines", "ln", (1,), 1, named=False),
-    Axis("only", "", ("all",), "all", named=False),
     Axis("cache_dtype", "kv", FORMATS, FORMATS[0], named=False),
 )
 MODULES = {

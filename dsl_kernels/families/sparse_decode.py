@@ -39,8 +39,6 @@ AXES = (
     ),
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
-    # gather, math: without the other half, for bounds of time; results are none (sm90/bounds.py)
-    Axis("only", "", ("all", "gather", "math"), "all", named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P
     Axis(
         "cache_dtype",

@@ -45,7 +45,6 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx import fp8_entry, sparse_entry
-from .bounds import SPARSE, only_of
 from .decode import Decode, infeasible
 from .f16_parts import GatheredParts, Parts, layouts_of
 from .f16_softmax import F16Softmax
@@ -67,14 +66,12 @@ def feasible(spec: VariantSpec) -> str | None:
         return "f16 has a P of 16 bits: one term"
     if spec.row_tile not in REGISTERS:
         return f"f16 has row tiles up to {max(REGISTERS)}: more rows are several blocks"
-    if only_of(spec) != "all":
-        return "f16 has no builds for bounds of time"
     return infeasible(spec, 2, budget(spec))
 
 
 def parts_of(spec: VariantSpec) -> Parts:
     """What the pipeline is composed of."""
-    made = GatheredParts if spec.op == SPARSE else Parts
+    made = GatheredParts if spec.op == "sparse_decode" else Parts
     return made(spec, stages=stages_of(spec), q_stages=q_stages(spec))
 
 
@@ -101,7 +98,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def build(spec: VariantSpec):
     entry, fakes = fp8_entry.Fp8Entry, fp8_entry.fake_args
-    if spec.op == SPARSE:
+    if spec.op == "sparse_decode":
         entry, fakes = sparse_entry.SparseEntry, sparse_entry.fake_args
     return entry(Decode(spec, F16(spec))), fakes(spec)
 

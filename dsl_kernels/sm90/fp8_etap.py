@@ -57,7 +57,6 @@ from ..dims import TOKEN_TILE as TILE
 from ..smxx.fp8_entry import Fp8Entry, fake_args
 from ..stamp import Stamp
 from . import transpose
-from .bounds import SPARSE, Drains, only_of
 from .decode import Decode, infeasible
 from .fp8_parts import SMALL_BYTES, STAGE_BYTES, GatheredParts, Parts
 from .fragments import pad_layout, padded_size
@@ -104,9 +103,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         ),
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
-        mmas=()
-        if only_of(spec) == "gather"
-        else (
+        mmas=(
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
             bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not few),
             bud.Mma("P.V", 64, min(rows, 32), TILE * spec.p_terms, "e4m3"),
@@ -126,7 +123,7 @@ def q_stages(spec: VariantSpec) -> int:
 
 def parts_of(spec: VariantSpec) -> Parts:
     """What the pipeline is composed of."""
-    few, made = spec.row_tile <= FEW_ROWS, GatheredParts if spec.op == SPARSE else Parts
+    few, made = spec.row_tile <= FEW_ROWS, GatheredParts if spec.op == "sparse_decode" else Parts
     return made(
         spec, stages=stages_of(spec), q_stages=q_stages(spec), q_readers=Q_READERS,
         k_readers=K_READERS, few_rows=few, scale_warp=not few,
@@ -137,14 +134,14 @@ def build(spec: VariantSpec):
     return Fp8Entry(Decode(spec, Etap(spec))), fake_args(spec)
 
 
-class Etap(Drains):
+class Etap:
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     def __init__(self, spec: VariantSpec):
         few_rows = spec.row_tile <= FEW_ROWS  # S^T = K Q^T
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.p_terms, self.only = spec.p_terms, only_of(spec)
+        self.p_terms = spec.p_terms
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if few_rows else transpose.ROWS_ON_M
@@ -181,23 +178,10 @@ class Etap(Drains):
     def math_roles(self, cta, wg):
         if wg == 0:
             claim_registers(self.budget, self.softmax_regs)
-            if const_expr(self.only == "gather"):
-                self.drain(cta, wg)
-            else:
-                self.softmax.loop(cta)
+            self.softmax.loop(cta)
         else:
             claim_registers(self.budget, self.pv_regs)
-            if const_expr(self.only == "gather"):
-                self.drain(cta, wg)
-            else:
-                self.pv_loop(cta, wg - 1)
-
-    @cute.jit
-    def before_freed(self, st, kst, wg):
-        """Of a build that gathers alone: the scale warp must have read the stage's scales."""
-        if const_expr(self.parts.triples.wanted):  # noqa: SIM102 (only this is at compile time)
-            if wg == 0:
-                self.parts.triples.ready.wait_full(st, kst.index, kst.phase)
+            self.pv_loop(cta, wg - 1)
 
     # ---------------------------------------------------------------- P.V warpgroups
 

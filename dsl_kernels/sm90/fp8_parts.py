@@ -125,5 +125,5 @@ class GatheredParts(Parts):
         """Of tokens."""
         return GatherRows(
             self.work, stages=self.stages, q_stages=self.q_stages, readers=readers,
-            by_lines=bool(self.spec.lines), copies=self.spec.only != "math",
+            by_lines=bool(self.spec.lines),
         )  # fmt: skip

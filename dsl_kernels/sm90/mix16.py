@@ -70,7 +70,6 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.record_entry import RecordEntry, fake_args
 from ..stamp import Stamp
-from .bounds import Drains, only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
@@ -125,9 +124,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         ),
         smem=tiles + SMALL_BYTES,
         barriers=barriers_of(spec, parts_of(spec)),
-        mmas=()
-        if only_of(spec) == "gather"
-        else (
+        mmas=(
             bud.Mma("Q.K content", TILE, rows, D // GROUPS if few else D, "f16"),
             bud.Mma("Q.K RoPE", TILE, rows, R, "bf16"),
             bud.Mma("P.V", 64, rows, TILE, "f16"),
@@ -144,18 +141,17 @@ def build(spec: VariantSpec):
     return RecordEntry(Decode(spec, Mix16(spec))), fake_args(spec)
 
 
-class Mix16(ProductsOfV, Drains):
+class Mix16(ProductsOfV):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``).
 
     Attributes:
-        only: which half of the work is done (bounds.py).
         converts: whether warps of P.V convert Q.
     """
 
-    only, converts = "all", True
+    converts = True
 
     def __init__(self, spec: VariantSpec):
-        self.parts, self.budget, self.only = parts_of(spec), budget(spec), only_of(spec)
+        self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = softmax_of(spec, MixSoftmax)(self.parts)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
@@ -187,10 +183,7 @@ class Mix16(ProductsOfV, Drains):
     def math_roles(self, cta, wg):
         if wg == 0:
             claim_registers(self.budget, self.softmax_regs)
-            if const_expr(self.only == "gather"):
-                self.drain(cta, wg)
-            else:
-                self.softmax.loop(cta)
+            self.softmax.loop(cta)
         elif const_expr(self.softmax_regs > self.pv_regs):
             # what claims the most is taken for both where warpgroups share code
             if wg == 1:
@@ -201,13 +194,7 @@ class Mix16(ProductsOfV, Drains):
                 self.pv_loop(cta, Int32(1))
         else:
             claim_registers(self.budget, self.pv_regs)
-            if const_expr(self.only == "gather"):
-                self.drain(cta, wg)
-            else:
-                self.pv_loop(cta, wg - 1)
-
-    def before_freed(self, st, kst, wg) -> None:
-        self.parts.free_first_half(st, kst.index)
+            self.pv_loop(cta, wg - 1)
 
     # ---------------------------------------------------------------- P.V warpgroups
 

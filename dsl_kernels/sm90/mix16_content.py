@@ -35,7 +35,6 @@ from ..common.types import BF16, F8, F16, ROW_MAJOR
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from . import mix16
-from .bounds import only_of
 from .decode import infeasible
 from .mix16_parts import Parts, QueryRows, RecordQueries
 from .mix16_softmax import MixSoftmax
@@ -151,8 +150,6 @@ def infeasible_because(spec: VariantSpec, budget: bud.Budget) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
-    if only_of(spec) != "all":
-        return "mix16 has builds for bounds of time over rows of 656 bytes alone"
     return infeasible(spec, 2, budget)
 
 

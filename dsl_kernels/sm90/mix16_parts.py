@@ -517,7 +517,7 @@ class Parts:
         )
         self.loads = GatherRecords(
             self.work, stages=stages, q_stages=q_stages, readers=k_readers,
-            by_lines=bool(spec.lines), halves=bool(spec.halves), copies=spec.only != "math",
+            by_lines=bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales = RecordScales(stages)
         self.queries = QueryRows(self.rows)

@@ -43,12 +43,10 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.two_list_entry import TwoListEntry, fake_args
 from . import mix16
-from .bounds import only_of
 from .decode import Decode, infeasible
 from .mix16_overlap import softmax_of
 from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
 from .mix16_v4_pv import BLOCK, ProductsOfV4
-from .mix16_v4_stamps import StampedProducts
 from .roles import FEW_ROWS, Layouts
 from .softmax_role import P_STAGES
 
@@ -63,8 +61,6 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
-    if only_of(spec) != "all":
-        return "mix16 over V4's pages has no builds for bounds of time"
     if spec.out_dtype != "bf16" and spec.row_tile > FEW_ROWS:
         return "mix16 over V4's pages with 64 rows writes BF16: a lane stores one block's channels"
     return infeasible(spec, 2, budget(spec))
@@ -98,8 +94,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    made = StampedV4 if spec.stamps else Mix16V4
-    return TwoListEntry(Decode(spec, made(spec))), fake_args(spec)
+    return TwoListEntry(Decode(spec, Mix16V4(spec))), fake_args(spec)
 
 
 class Mix16V4(ProductsOfV4):
@@ -120,7 +115,3 @@ class Mix16V4(ProductsOfV4):
 
     def layouts(self) -> Layouts:
         return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
-
-
-class StampedV4(StampedProducts, Mix16V4):
-    """``Mix16V4`` that records its items' events."""

@@ -23,11 +23,11 @@ from profiles import spans
 from profiles.engine import spec, truth
 from profiles.engine.spec import NEW_TOKENS, SEED, VOCABULARY, Case
 from profiles.engine.within import watched
-from profiles.fidelity.attention import attend_plainly, backends
-from profiles.fidelity.fake import SETTINGS
-from profiles.fidelity.gates import Gate
-from profiles.fidelity.gates import page as gates_page
-from profiles.fidelity.model import Attend, Latents, MlaModel
+from profiles.gate import Gate
+from profiles.gate import page as gates_page
+from profiles.model.attention import attend_plainly, backends
+from profiles.model.fake import SETTINGS
+from profiles.model.model import Attend, Latents, MlaModel
 
 REQUESTS, CACHED, NEW = 8, 8192, 2048
 MORE = 4  # steps of other new tokens, of which the first log-probabilities count, too

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from profiles.engine.spec import LONG, LONG_TOKENS, SPARSE_TIMINGS, shape_of
-from profiles.fidelity.gates import Gate
-from profiles.fidelity.gates import page as gates_page
+from profiles.gate import Gate
+from profiles.gate import page as gates_page
 
 CLOSE = 1.15  # KL of an engine over that of the model with fake-quantised attention
 EQUAL = 1.02  # times that count as equal

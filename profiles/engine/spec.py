@@ -11,8 +11,8 @@ import torch
 
 from codegen.artifacts import write_atomic
 from profiles.engine.v32 import SparseConfig, SparseModel
-from profiles.fidelity.config import MlaConfig
-from profiles.fidelity.model import MlaModel
+from profiles.model.config import MlaConfig
+from profiles.model.model import MlaModel
 
 VOCABULARY = 1024
 LONG, SHORT = 16, 16  # prompts of at least LONG_TOKENS, and shorter ones

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from profiles.fidelity.attention import attend_plainly, backends
-from profiles.fidelity.model import Attend, MlaModel
+from profiles.model.attention import attend_plainly, backends
+from profiles.model.model import Attend, MlaModel
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiles.fidelity.config import MlaConfig
-from profiles.fidelity.model import Attend, Latents, MlaAttention, MlaModel, RmsNorm, rotate
+from profiles.model.config import MlaConfig
+from profiles.model.model import Attend, Latents, MlaAttention, MlaModel, RmsNorm, rotate
 
 SCORED_ROWS = 256  # query tokens whose scores are made at once
 NORM_EPS = 1e-6  # of the index keys' LayerNorm, as engines have it

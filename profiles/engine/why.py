@@ -23,8 +23,8 @@ from torch import Tensor
 
 from profiles.engine.spec import ALONE
 from profiles.engine.within import replaced, watched
-from profiles.fidelity.gates import Gate
-from profiles.fidelity.gates import page as gates_page
+from profiles.gate import Gate
+from profiles.gate import page as gates_page
 from snapmla.dsa import index_logits
 
 LAYER = re.compile(r"layers\.(\d+)\.")

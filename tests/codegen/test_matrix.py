@@ -431,7 +431,6 @@ def test_the_switch_takes_the_whole_matrix() -> None:
         ("sparse_decode_ws_r64_obf16_gather4_sm100a", None),
         ("sparse_decode_ws_r64_of32_gather4_sm100a", None),
         ("sparse_decode_etap_r64_obf16_gather4_sm90a", "no kernel module"),
-        ("sparse_decode_ws_r64_obf16_math_gather4_sm100a", "gather4 has no build of a half"),
         ("mha_fwd_d192_dbf16_turns_sm100a", None), ("mha_fwd_d128_df16_turns_sm100a", None),
         ("mha_fwd_d192_dbf16_turns_sm90a", "no kernel module"),
         ("mha_fwd_d192_dbf16_split_turns_sm100a", "no kernel module"),

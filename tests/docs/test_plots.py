@@ -154,7 +154,7 @@ def test_the_merged_error_follows_from_the_bias(results: Path) -> None:
             assert error == pytest.approx(plots.merged_error(bias), rel=0.1)
         assert high < standard / 5
     (results / "qk-bias.json").unlink()
-    with pytest.raises(plots.Missing, match=r"run `python -m profiles.qk_bias"):
+    with pytest.raises(plots.Missing, match=r"qk-bias.json: it is committed"):
         plots.bias_data()
 
 

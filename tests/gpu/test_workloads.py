@@ -34,8 +34,8 @@ def test_small_calls_of_every_kernel() -> None:
     for name in there():
         spec = VariantSpec.from_name(name)
         values = dict(spec.values)
-        # builds that gather or multiply alone, or write when they did what, return no results
-        if spec.arch != arch or values.get("only", "all") != "all" or values.get("stamps", 0):
+        # builds that record events write into the workspace
+        if spec.arch != arch or values.get("stamps", 0):
             continue
         result = on_card.check(spec)
         seen += 1

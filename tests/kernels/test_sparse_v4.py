@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from dsl_kernels import registry
+from dsl_kernels.spec import VariantSpec
 from snapmla.testing import record_job
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.workloads import sparse_records as work
@@ -214,3 +216,11 @@ def test_padded_heads_over_two_lists(name: str) -> None:
 @of(EVERY, ROWS)
 def test_rows_of_one_token(name: str) -> None:
     byte_lists.assert_lone_tokens(*kernel_of(name))
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(16, False), (64, True)])
+def test_which_results_v4_has(rows: int, refused: bool) -> None:
+    """With 64 rows a lane stores 16 bytes of BF16; fp32 would need RoPE's channels elsewhere."""
+    values = {"row_tile": rows, "out_dtype": "f32", "cache_dtype": "fp8_v4"}
+    spec = VariantSpec(op="sparse_decode", pipeline="mix16", **values)  # type: ignore[arg-type]
+    assert ("writes BF16" in str(registry.feasible(spec))) == refused

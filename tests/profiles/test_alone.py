@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from profiles import alone, page, power, sparse_cost, sparse_v4_cost, timing
+from profiles import alone, page, power, table, tables, timing
+from profiles.tables import sparse_cost
 from tests.profiles.test_power import FakeEvent
 
 US, WATTS = 50.0, 600.0  # a call's, at least, as a busy host sleeps longer; the card's
@@ -93,15 +95,16 @@ def test_records_are_rendered_again(tmp_path: Path) -> None:
         us={"FlashMLA": 200.0, "native": 80.0}, error={"FlashMLA": 1e-3, "native": 2e-3},
         query_error={"native": 3e-2}, alone={**ALONE, "native": times(90.0, 1.0)},
     )  # fmt: skip
-    page.write_record(path, ["# Title", ""], [native], sparse_cost.body)
+    body = functools.partial(table.body, tables.of("sparse_cost"))
+    page.write_record(path, ["# Title", ""], [native], body)
     text = path.with_suffix(".md").read_text()
     assert "## Each alone" in text and "| 3.0e-02 |" in text and "| 2.50 |" in text
     path.with_suffix(".md").unlink()
-    page.render(path, sparse_cost.body)
+    page.render(path, body)
     assert path.with_suffix(".md").read_text() == text
     old = {"head": ["# Title", ""], "rows": [row()]}
     path.write_text(json.dumps(old))
-    page.render(path, sparse_cost.body)
+    page.render(path, body)
     text = path.with_suffix(".md").read_text()
     assert "alone" not in text and "BF16 query" not in text and "| 100.0 | 2.00 |" in text
 
@@ -110,7 +113,8 @@ def test_v4s_record(tmp_path: Path) -> None:
     made = row(us={"FlashMLA": 200.0, "snapmla": 100.0}, sizes=[128, 2, 64, 228],
                error={"FlashMLA": 1e-3, "snapmla": 2e-3})  # fmt: skip
     path = tmp_path / "sparse_v4_cost.json"
-    page.write_record(path, ["# Title", ""], [made], sparse_v4_cost.body)
+    body = functools.partial(table.body, tables.of("sparse_v4_cost"))
+    page.write_record(path, ["# Title", ""], [made], body)
     assert "| 100.0 | 2.00 | 77 |" in path.with_suffix(".md").read_text()
 
 

@@ -1,23 +1,34 @@
-"""``profiles.append_cost`` rehearsed on the software GPU, and ``profiles.spans``."""
+"""The table of ``append_kv`` rehearsed on the software GPU, and ``profiles.spans``."""
+
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from profiles import append_cost, spans, timing
+from profiles import spans, table, tables, timing
 from profiles.spans import Span
+from profiles.tables import append_cost
 
 CPU = torch.device("cpu")
 ONCE = timing.TimingConfig(rounds=1, warmup_rounds=0, rotate_bytes=1.0)
 
 
-def test_a_line_a_contender() -> None:
-    lines = append_cost.alone("fp8_ds_mla", 3, {"ours": append_cost.ours()}, CPU, ONCE)
-    assert [line.split(" | ")[:3] for line in lines] == [
+def row(monkeypatch: pytest.MonkeyPatch, **makes: append_cost.Make) -> dict[str, Any]:
+    """Three tokens of ``fp8_ds_mla``."""
+    monkeypatch.setattr(append_cost, "CONFIG", ONCE)
+    one = dataclasses.replace(tables.of("append_cost"), config=ONCE)
+    return table.measure(one, (makes, CPU), ("fp8_ds_mla", 3), CPU)
+
+
+def test_a_line_a_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = table.body(tables.of("append_cost"), [row(monkeypatch, ours=append_cost.ours())])
+    assert [line.split(" | ")[:3] for line in lines[-2:]] == [
         ["| fp8_ds_mla", "3", "ours"], ["| fp8_ds_mla", "3", "copy"]
     ]  # fmt: skip
 
 
-def test_who_writes_another_byte_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_writes_another_byte_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(kind: str, given: append_cost.Given) -> timing.Call:
         right = append_cost.ours()(kind, given)
         assert right is not None
@@ -28,11 +39,11 @@ def test_who_writes_another_byte_is_not_timed(capsys: pytest.CaptureFixture[str]
 
         return call
 
-    told = "fp8_ds_mla, 3 tokens: 1 byte"
-    (line,) = append_cost.alone("fp8_ds_mla", 3, {"peer": wrong}, CPU, ONCE)
-    assert "| copy |" in line and f"peer, {told}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=f"ours, {told}"):
-        append_cost.alone("fp8_ds_mla", 3, {"ours": wrong}, CPU, ONCE)
+    told = "1 byte"
+    made = row(monkeypatch, peer=wrong)
+    assert set(made["us"]) == {"copy"} and told in made["wrong"]["peer"]
+    with pytest.raises(ValueError, match=f"fp8_ds_mla, 3 tokens, ours: {told}"):
+        row(monkeypatch, ours=wrong)
 
 
 def test_a_kernel_that_waits_is_charged_from_the_end_of_the_other() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from profiles.engine import __main__ as commands
 from profiles.engine import bring, case, gates, spec, study, truth, v32
-from profiles.fidelity.attention import attend_plainly
+from profiles.model.attention import attend_plainly
 
 
 def entry(kind: int, arch: int, code: bytes) -> bytes:

@@ -11,8 +11,8 @@ import torch
 
 import snapmla
 from profiles.engine import chunk, spec, study, truth
-from profiles.fidelity.attention import attend_plainly
-from profiles.fidelity.model import Latents
+from profiles.model.attention import attend_plainly
+from profiles.model.model import Latents
 
 
 def test_prompts_of_a_step_begin_with_what_is_cached() -> None:

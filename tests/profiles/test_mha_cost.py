@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiles import mha_cost
-from profiles.mha_cost import Problem, Shape, even
+from profiles import table
+from profiles.tables import mha_cost
+from profiles.tables.mha_cost import Problem, Shape, even
 from snapmla.testing.mha_job import mha_reference
 from tests.support.needs import needs_kernels
 
@@ -50,15 +51,12 @@ def test_ours_is_compared_before_it_is_timed() -> None:
     inputs = (problem.q, problem.k, problem.v, problem.cu_q, problem.cu_k, 192**-0.5, True)
     want = mha_reference(*inputs)
     assert mha_cost.compare(problem.out, problem.lse, *want) < 4e-3
-    out, lse = problem.build("mha_fwd_d192_dbf16_sm90a")()
-    assert torch.equal(out, problem.out) and torch.equal(lse, problem.lse)
-    with pytest.raises(ValueError, match="mha_fwd_d256_dbf16_sm90a: not of 192 channels"):
-        problem.build("mha_fwd_d256_dbf16_sm90a")
     problem.out[3] *= 1.05
     with pytest.raises(ValueError, match="ours is not the peer's"):
         mha_cost.compare(problem.out, problem.lse, *want)
 
 
 def test_figures() -> None:
-    assert mha_cost.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == "3.0 (1.5–4.5)"
-    assert mha_cost.ratio([1.0, 2.0, 4.0], [2.0, 3.0, 4.0]) == 1.5
+    row = {"rounds": {"ours": [1.0, 2.0, 3.0, 4.0, 5.0], "peer": [2.0, 3.0, 3.0, 8.0, 5.0]}}
+    assert table.spread("ours")[1](row) == "3.0 (1.5–4.5)"
+    assert table.speed("peer", "ours")[1](row) == "1.500"

@@ -19,8 +19,7 @@ from profiles import (
     card_data,
     check,
     contenders,
-    dsa_rows,
-    index_cost,
+    index_step,
     page,
     pools,
     report,
@@ -29,7 +28,7 @@ from profiles import (
     supervise,
     timing,
 )
-from profiles.dsa_step_cost import Step
+from profiles.index_step import Step
 from profiles.roofline import FORMATS, Ceilings
 from profiles.shapes import DecodeShape, HelperShape
 
@@ -149,7 +148,6 @@ def test_labels_parse_back(name: str) -> None:
     "label",
     [
         "b0_L1_h1_q1", "b1_L1_h1", "append_kv_x4", "quantize_q_b1", "x", "index_topk_b1_L2",
-        "select_topk_b1_L8_h64_q1", "index_logits_b1_L64_h64_q1_zeros", "select_topk_b0_L8",
     ],
 )  # fmt: skip
 def test_bad_labels_are_named(label: str) -> None:
@@ -283,56 +281,29 @@ def test_derived_figures() -> None:
     assert ours["reproduce"].endswith("--shape b32_L16384_h64_q1 --backends snapmla")
 
 
-def test_the_indexer_is_told_by_peer_and_by_how_many_rows() -> None:
-    """Each peer's fastest kernel, by query tokens; a wrong row does not count."""
-    us = {
-        ("select_topk_b8_L8192", "snapmla"): 6.0, ("select_topk_b8_L8192", "vLLM persistent"): 9.0,
-        ("select_topk_b8_L8192", "vLLM cooperative"): 4.5,
-        ("select_topk_b8_L8192", "snapmla:positions"): 5.5,
-        ("select_topk_b256_L8192", "snapmla"): 10.0,
-        ("select_topk_b256_L8192", "vLLM persistent"): 20.0,
-        ("index_topk_b1_L64_h64_q1", "snapmla"): 5.0,
-        ("index_topk_b1_L64_h64_q1", "DeepGEMM + persistent_topk"): 10.0,
-        ("index_topk_b2_L64_h64_q1", "snapmla"): 5.0,
-    }  # fmt: skip
-    rows = [
-        {"shape": s, "backend": b, "us": t, "status": "ok", "op": shapes.parse(s).op}
-        for (s, b), t in us.items()
-    ]
-    wrong = {**rows[-1], "backend": "DeepGEMM + persistent_topk", "us": 1.0, "status": "wrong"}
-    lines = report.index_lines([*rows, wrong])
-    assert [line.split(" (")[0] for line in lines] == [
-        "select_topk, snapmla against vLLM: faster on 0 of 1 rows, geomean 0.75x, worst 0.75x",
-        "select_topk, snapmla against vLLM: faster on 1 of 2 rows, geomean 1.22x, worst 0.75x",
-        "index_topk, snapmla against DeepGEMM and vLLM: faster on 1 of 1 rows, geomean 2.00x, "
-        "worst 2.00x",
-    ]
-    assert lines[0].endswith("up to 16 query tokens") and lines[1].endswith("b8_L8192)")
-
-
 def test_checks_of_the_indexer_can_fail() -> None:
     """Scores and choices that are right, and one that is not, without a kernel."""
     torch.manual_seed(1)
-    step = Step(index_cost.pool_of(8, "cpu"), 64, 2, 2, 100, 8, 2)
+    step = Step(index_step.pool_of(8, "cpu"), 64, 2, 2, 100, 8, 2)
     table = step.tables[1]
     scores = torch.zeros(4, 128)
     chosen, positions = torch.full((4, 8), -1), torch.full((4, 8), -1)
     for row in range(4):
-        want, _ = dsa_rows.exact(step, table, row)
+        want, _ = index_step.exact(step, table, row)
         scores[row, : len(want)] = want.float()
         best = want.topk(8).indices.sort().values
         positions[row] = best
         chosen[row] = table[row // 2, best // 64] * 64 + best % 64
-    assert dsa_rows._scored(step, lambda _: scores).ok
-    assert dsa_rows._chosen(step, lambda _: chosen, True).ok
-    assert dsa_rows._chosen(step, lambda _: positions.flip(1), False).ok
-    assert not dsa_rows._chosen(step, lambda _: chosen.flip(1), True).ok, "out of order"
-    assert not dsa_rows._chosen(step, lambda _: table[0, 1] * 64 + chosen % 64, True).ok
-    worst = dsa_rows.exact(step, table, 3)[0].argmin()
+    assert index_step.scored(step, lambda _: scores).ok
+    assert index_step.chosen(step, lambda _: chosen, True).ok
+    assert index_step.chosen(step, lambda _: positions.flip(1), False).ok
+    assert not index_step.chosen(step, lambda _: chosen.flip(1), True).ok, "out of order"
+    assert not index_step.chosen(step, lambda _: table[0, 1] * 64 + chosen % 64, True).ok
+    worst = index_step.exact(step, table, 3)[0].argmin()
     positions[3, 0] = worst
-    assert not dsa_rows._chosen(step, lambda _: positions, False).ok
+    assert not index_step.chosen(step, lambda _: positions, False).ok
     scores[3, 5] *= 1.01
-    assert not dsa_rows._scored(step, lambda _: scores).ok
+    assert not index_step.scored(step, lambda _: scores).ok
 
 
 def test_summary_leaves_wrong_rows_out() -> None:

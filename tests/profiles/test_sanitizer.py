@@ -177,7 +177,7 @@ def test_one_variant_of_every_form() -> None:
     names = [
         "decode_etap_r16_p16_obf16_sm90a", "decode_etap_r16_p64_obf16_sm90a",
         "decode_etap_r32_p64_obf16_sm90a", "decode_etap_r64_p64_of32_sm90a", "merge_obf16_sm90a",
-        "merge_of32_sm90a", "sparse_decode_etap_r16_obf16_math_sm90a", MIX, "merge_obf16_sm100a",
+        "merge_of32_sm90a", "sparse_decode_etap_r16_obf16_stamps1_sm90a", MIX, "merge_obf16_sm100a",
         "mha_fwd_d128_dbf16_sm90a", "mha_fwd_d192_dbf16_split_sm90a",
     ]  # fmt: skip
     *attention, helper = sanitizer.chosen(names, "sm_90a")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiles.sparse_prefill_cache_cost import FromFP8
-from profiles.sparse_prefill_cost import Problem, Shape, verdict
+from profiles import table
+from profiles.tables.sparse_prefill_cache_cost import FromFP8
+from profiles.tables.sparse_prefill_cost import Problem, Shape
 from tests.support.needs import needs_kernels
 
 
 def test_a_gate_missed_by_less_than_a_fiftieth() -> None:
-    assert verdict(1.09, 1.1) == "1.1 met" and verdict(1.07, 1.1) == "1.1 missed"
+    for ratio, verdict in ((1.09, "met"), (1.07, "missed")):
+        row = {"rounds": {"FlashMLA": [ratio] * 3, "fp8": [1.0] * 3}, "gate": 1.1}
+        assert table.met("FlashMLA", "fp8")[1](row) == f"1.1 {verdict}"
 
 
 @pytest.mark.whole_matrix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiles.sparse_prefill_cost import Problem, Shape
+from profiles.tables.sparse_prefill_cost import Problem, Shape
 from tests.support.needs import needs_kernels
 
 CPU = torch.device("cpu")

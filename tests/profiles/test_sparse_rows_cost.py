@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiles.sparse_prefill_cost import Problem, Shape
-from profiles.sparse_rows_cost import BATCHES, GATES, Decode, against, shape_of
+from profiles import table
+from profiles.tables.sparse_prefill_cost import Problem, Shape
+from profiles.tables.sparse_rows_cost import BATCHES, GATES, Decode, shape_of
 from tests.support.needs import needs_kernels
 
 CPU = torch.device("cpu")
@@ -97,9 +98,9 @@ def test_every_contender_is_right(peer: None) -> None:
     """On the software GPU, split and unsplit."""
     torch.manual_seed(0)
     made = Decode.draw(Shape(2, 384, 5, 130, 1.0, span=192), CPU)
-    results = made.results(largest(made.problem))
-    assert set(results) == {"ours", "unsplit", "fa3"} and made.plan.pieces == 2
-    assert all(1e-4 < made.problem.error(found) < 4e-3 for found in results.values())
+    calls = made.contenders()
+    assert set(calls) == {"ours", "unsplit", "FA3", "FlashMLA"} and made.plan.pieces == 2
+    assert all(1e-4 < made.check(name, calls[name]) < 4e-3 for name in ("ours", "unsplit", "FA3"))
 
 
 def test_rows_of_the_table() -> None:
@@ -108,6 +109,10 @@ def test_rows_of_the_table() -> None:
         (b, heads) for b in (128, 2) for heads in (8, 16, 64, 128)
     }
     assert all(s.s_kv == s.s_q * s.span and s.topk == 2048 for s in shapes)
-    assert against([2.0] * 4, [2.2] * 4, 1.1).endswith("| 1.100 | 1.1 met")
-    assert against([2.0] * 4, [2.1] * 4, 1.1).endswith("| 1.050 | 1.1 missed")
-    assert against([2.0] * 4, [1.0] * 4, None).endswith("| 0.500 | –")
+    for theirs, gate, told in (
+        (2.2, 1.1, ["1.100", "1.1 met"]), (2.1, 1.1, ["1.050", "1.1 missed"]),
+        (1.0, None, ["0.500", "–"]),
+    ):  # fmt: skip
+        row = {"rounds": {"ours": [2.0] * 4, "FA3": [theirs] * 4}, "gate": gate}
+        cells = (table.speed("FA3", "ours"), table.met("FA3", "ours"))
+        assert [cell(row) for _, cell in cells] == told

@@ -1,4 +1,4 @@
-"""``profiles.topk_rows_cost``: its shapes, the comparison of results, a line of its table."""
+"""The table of top-k by rows: its shapes, the comparison of results, a line of its table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from profiles import topk_rows_cost
-from profiles.topk_rows_cost import Cell, Problem
+from profiles import table, tables
+from profiles.tables import topk_rows_cost
+from profiles.tables.topk_rows_cost import Cell, Problem
 from snapmla.dsa import shapes
 from tests.support.needs import needs_kernels
 
@@ -16,9 +17,10 @@ CPU = torch.device("cpu")
 
 def test_shapes() -> None:
     """Wide and exact, or wide alone; only variants that hold the width are called."""
-    cells = list(topk_rows_cost.cells(quick=False))
+    cells = topk_rows_cost.SHAPES
     wide = [cell for cell in cells if cell.width > cell.length]
-    assert len(set(cells)) == len(cells) == 108 and wide == list(topk_rows_cost.cells(quick=True))
+    assert len(set(cells)) == len(cells) == 108
+    assert wide == [cell for cell in cells if f"width={topk_rows_cost.WIDE}" in str(cell)]
     for width in (8192, topk_rows_cost.WIDE):
         clusters = {(s.keys, s.cluster) for s in topk_rows_cost.built(width, CPU).values()}
         chosen = {shapes.choose(rows, width)[1:] for rows in topk_rows_cost.ROWS}
@@ -30,8 +32,11 @@ def test_a_line() -> None:
     cell = Cell(8, topk_rows_cost.WIDE, 4096)
     name = topk_rows_cost.chosen(cell, CPU)
     assert name == "t1024_e0_c8"
-    text = topk_rows_cost.line(cell, name, {"a": 2.0, name: 1.0, "b": "differs"})
-    assert text.endswith(f"| 8 | {name} | 1.0 | {name} 1.0, a 2.0, **b differs** |")
+    row = {"shape": "x", "rows_": 8, "chosen": name, "us": {"a": 2.0, name: 1.0}}
+    row["wrong"] = {"b": "ValueError: differs"}
+    lines = table.body(tables.of("topk_rows_cost"), [row])
+    assert lines[2].endswith(f"| 8 | {name} | 1.0 | {name} 1.0, a 2.0 |")
+    assert lines[-1] == "- x, b: ValueError: differs"
 
 
 @needs_kernels
