@@ -347,7 +347,7 @@ def test_v4(
 ) -> None:  # fmt: skip
     """The window alone, and beside a second cache; heads that pad hold NaN."""
     whole = (heads, padded, ratio) != (16, 16, 128)
-    sizes = {} if whole else {"tokens": 2, "window": 64}
+    sizes: dict[str, Any] = {} if whole else {"tokens": 2, "window": 64}
     case = V4(text(), hooked.names, heads, padded, ratio, page, **sizes)
     layers = 2 if whole else 1  # of a step: the second takes the first one's schedule
     with caplog.at_level(logging.INFO, flashmla.LOGGER):
@@ -385,6 +385,38 @@ def test_rows_of_16_bits(hooked: Found) -> None:
     torch.testing.assert_close(largest * log2, plain_largest)
 
 
+@needs_compiler
+def test_the_first_call_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a layer's class and format; two tensors of metadata stay as they are."""
+    monkeypatch.setattr(flashmla, "deterministic", lambda: False)
+    hook, pages = flashmla.Hook(flashmla._Decode), calls.pages_656(1, 64, 1)
+    records = torch.zeros(4, 8, dtype=torch.int32)
+    named: dict[str, Any] = {
+        "q": torch.zeros(1, 1, 16, 576).bfloat16(), "k_cache": pages.raw.unsqueeze(2),
+        "cache_seqlens": torch.ones(1).int(), "head_dim_v": 512, "is_fp8_kvcache": True,
+        "tile_scheduler_metadata": records, "num_splits": torch.zeros(2).int(),
+        "indices": torch.zeros(1, 1, 64, dtype=torch.int32), "kv_format": "V32",
+        "block_table": torch.empty(1, 0).int(), "use_legacy": True,
+    }  # fmt: skip
+
+    class Backend:
+        def forward(self, layer: Any) -> Any:
+            return hook(sglang_calls.their_kernel, **named)
+
+    layer = types.SimpleNamespace(layer_id=3)
+    monkeypatch.setattr(flashmla._Decode, "parameters", lambda self: ())
+    with caplog.at_level(logging.INFO, flashmla.LOGGER):
+        for _ in range(2):
+            out, lse = Backend().forward(layer)
+    (line,) = lines_of(caplog)
+    assert line.endswith("Backend (layer 3): sparse decode, fp8_ds_mla, 16 heads")
+    assert hook.calls == 2 and not hasattr(records, flashmla_switch.SCHEDULE)
+    first = calls.truth(named["q"][0], [(pages.values, named["indices"][0], None)], 1.0)
+    calls.check(out[0], first[0], lse[0].mT, first[1])
+
+
 # ------------------------------------------------------------------------------- the first step
 
 
@@ -403,7 +435,7 @@ def test_a_first_step_without_a_call_is_told_once(
         step(None, types.SimpleNamespace(is_draft_worker=True), batch(decode=True))
         assert not lines_of(caplog)
         for _ in range(2):
-            assert step(None, target, forward_batch=batch(verify=True)) is None
+            step(None, target, forward_batch=batch(verify=True))
     (line,) = lines_of(caplog)
     assert "first step of decode had no call of FlashMLA's names that snapmla computed" in line
     assert "--kv-cache-dtype fp8_e4m3" in line and "\n" not in line
@@ -411,6 +443,13 @@ def test_a_first_step_without_a_call_is_told_once(
     caplog.clear()
     flashmla.FirstStep()(None, target, batch(decode=True))
     assert not lines_of(caplog)
+
+
+def test_a_step_by_sglangs_registry(hooked: Found, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, flashmla.LOGGER):
+        for _ in range(2):
+            assert hooked.runner.forward(batch(decode=True)) == "output"
+    assert len(lines_of(caplog)) == 1
 
 
 def view(**fields: Any) -> Any:

@@ -32,7 +32,8 @@ from tests.support import flashmla_calls as calls
 
 ATTENTION = Path("sglang/srt/layers/attention")
 PACKAGES = (
-    "sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.runtime_context", "sglang.kernels",
+    "sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.runtime_context",
+    "sglang.srt.model_executor", "sglang.srt.model_executor.model_runner", "sglang.kernels",
     "sglang.kernels.ops", "sglang.kernels.ops.attention",
 )  # fmt: skip
 PAGE, LATENT, WIDTH = 64, 512, 576
@@ -46,6 +47,15 @@ class TheirMeta:
     config: Any = None
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
+
+
+class ModelRunner:
+    """SGLang's, of a model whose attention is another backend's."""
+
+    is_draft_worker = False
+
+    def forward(self, forward_batch: Any) -> str:
+        return "output"
 
 
 def their_kernel(*given: Any, **named: Any) -> Any:
@@ -79,6 +89,7 @@ class Found(NamedTuple):
     names: Any  # surface.FLASHMLA
     hooks: Any  # surface.HOOKS
     bound: Any  # one that has bound the names before
+    runner: Any  # a model's
 
 
 @contextlib.contextmanager
@@ -102,6 +113,8 @@ def engine(folder: Path, *, real: bool = False) -> Iterator[Found]:
             deterministic=types.SimpleNamespace(enable_deterministic_inference=False)
         )
         vars(sys.modules["sglang.srt.runtime_context"])["get_exec"] = lambda: exec_
+        runner = type("ModelRunner", (ModelRunner,), {"forward": ModelRunner.forward})
+        vars(sys.modules["sglang.srt.model_executor.model_runner"])["ModelRunner"] = runner
         sys.modules.update({} if real else stand_in())
         names = importlib.import_module(surface.FLASHMLA)
         (where,) = surface.BINDING
@@ -109,7 +122,7 @@ def engine(folder: Path, *, real: bool = False) -> Iterator[Found]:
         sys.modules[where] = bound
         for each in ("flash_mla_with_kvcache", "get_mla_metadata"):
             setattr(bound, each, getattr(names, each))
-        yield Found(names, importlib.import_module(surface.HOOKS), bound)
+        yield Found(names, importlib.import_module(surface.HOOKS), bound, runner())
     finally:
         for name in [name for name in sys.modules if ours(name)]:
             del sys.modules[name]
@@ -136,6 +149,16 @@ class Case:
     def want(self) -> Tensor:
         """In float64."""
         raise NotImplementedError
+
+    def metadata(self) -> None:
+        """Of a step, before its layers."""
+        raise NotImplementedError
+
+    def bind(self) -> None:
+        """Takes the function that FlashMLA's name has now, where SGLang takes it once."""
+
+    def follow(self, first: Any) -> None:
+        """Takes the lengths and the schedule of another layer of its step."""
 
     def check(self) -> None:
         calls.check(self.out.cpu(), self.want())
@@ -183,7 +206,6 @@ class Sparse(Case):
         self.metadata()
 
     def metadata(self) -> None:
-        """Of a step, before its layers."""
         made = self.me._compute_flashmla_metadata(self.lengths, 1)
         if self.step is None:
             self.step = types.SimpleNamespace(
@@ -200,7 +222,7 @@ class Sparse(Case):
         self.out = found.view(*self.q.shape[:2], LATENT)
 
     def want(self) -> Tensor:
-        listed = [(self.cache.values, self.lists.cpu(), None)]
+        listed: list[Any] = [(self.cache.values, self.lists.cpu(), None)]
         return calls.truth(self.q.cpu(), listed, WIDTH**-0.5)[0]
 
 
@@ -230,20 +252,21 @@ def _flat(raw: Tensor) -> Tensor:
 class V4(Case):
     """V4's: a window of tokens, and with a ratio a second, compressed cache beside it.
 
-    heads: of this rank, padded with what memory holds, as SGLang does.
+    heads: of this rank, padded with what memory holds (``rest``), as SGLang does.
     """
 
     def __init__(
         self, folder: Path, names: Any, heads: int = 16, padded: int = 64, ratio: int = 128,
         page: int = 2, tokens: int = 3, window: int = 128, more: int = 64, pages: int = 4,
         more_pages: int = 40, device: str = "cpu",
+        rest: float = torch.nan,
     ) -> None:  # fmt: skip
-        file = folder / ATTENTION / "deepseek_v4_backend.py"
+        self.file = file = folder / ATTENTION / "deepseek_v4_backend.py"
         self.names, self.ratio, self.heads = names, ratio, heads
         self.pool = Pool(
             calls.pages_584(pages, PAGE, 1), calls.pages_584(more_pages, page, 2), device
         )
-        self.q = torch.full((tokens, padded, LATENT), torch.nan, device=device).bfloat16()
+        self.q = torch.full((tokens, padded, LATENT), rest, device=device).bfloat16()
         self.q[:, :heads] = queries(tokens, heads, LATENT, device)
         self.sink = torch.zeros(padded, device=device)
         self.sink[:heads] = torch.linspace(-2, 2, heads)
@@ -258,13 +281,12 @@ class V4(Case):
             "sparse_topk_lengths": lambda me, ratio: self.other_lengths,
         })()  # fmt: skip
         self.step.swa_page_indices, self.step.swa_topk_lengths = self.lists, self.lengths
-        wanted = ("_forward_attention", "__init__")
         known = {
             "DeepSeekV4TokenToKVPool": Pool, "DSV4AttnMetadata": type(self.step),
             "get_platform": lambda: types.SimpleNamespace(is_sm100=False, is_sm120=False),
             "_is_xpu": False, "_pad_tensor_to_size": None, "Literal": dict, "Union": dict,
         }  # fmt: skip
-        forward = calls.methods(file, "DeepseekV4AttnBackend", wanted[:1], known)
+        forward = calls.methods(file, "DeepseekV4AttnBackend", ("_forward_attention",), known)
         me = self.me = type("DeepseekV4AttnBackend", (), dict(forward))()
         vars(me).update(
             mtp_enabled=False, token_to_kv_pool=self.pool, trtllm_attn=False, is_dsv41=False,
@@ -272,8 +294,12 @@ class V4(Case):
             softmax_scale=LATENT**-0.5, head_dim_v=LATENT, _swa_interleaved=False,
             _use_sparse_prefill=lambda batch, num_qo_tokens: False,
         )  # fmt: skip
-        space = {"self": me, "functools": functools, "flash_mla_interface": names}
-        me._flash_mla_with_kvcache = eval(_assigned(file, "self._flash_mla_with_kvcache"), space)
+        self.bind()
+
+    def bind(self) -> None:
+        space = {"self": self.me, "functools": functools, "flash_mla_interface": self.names}
+        code = _assigned(self.file, "self._flash_mla_with_kvcache")
+        self.me._flash_mla_with_kvcache = eval(code, space)
 
     def fill(self, seed: int) -> None:
         r = torch.Generator().manual_seed(seed)
@@ -288,8 +314,12 @@ class V4(Case):
         self.metadata()
 
     def metadata(self) -> None:
-        """Of a step, before its layers."""
         self.step.scheduled = self.names.get_mla_metadata()[0]
+
+    def follow(self, first: Any) -> None:
+        self.lengths.copy_(first.lengths)
+        self.other_lengths.copy_(first.other_lengths)
+        self.step.scheduled = first.step.scheduled
 
     def run(self) -> None:
         kv = None
@@ -333,7 +363,7 @@ class Dense(Case):
         self.lengths = torch.ones(batch, dtype=torch.int32, device=device)
         known = {
             "paged_view": lambda flat, page: flat.view(-1, page, *flat.shape[1:]),
-            "PAGE_SIZE": PAGE, "flash_mla_with_kvcache": bound.flash_mla_with_kvcache,
+            "PAGE_SIZE": PAGE, "flash_mla_with_kvcache": self._now,
             "get_parallel": lambda: types.SimpleNamespace(dcp_enabled=False),
         }  # fmt: skip
         found = calls.methods(file, "FlashMLABackend", ("forward_decode",), known)
@@ -346,10 +376,17 @@ class Dense(Case):
             layer_id=0, tp_q_head_num=heads, head_dim=WIDTH, v_head_dim=LATENT, scaling=192**-0.5
         )
 
+    def _now(self, *given: Any, **named: Any) -> Any:
+        """What the module's name is when a layer calls it."""
+        return self.bound.flash_mla_with_kvcache(*given, **named)
+
     def fill(self, seed: int) -> None:
         r = torch.Generator().manual_seed(seed)
         most = self.table.shape[1] * PAGE
         self.lengths.copy_(torch.randint(1, most + 1, self.lengths.shape, generator=r))
+        self.metadata()
+
+    def metadata(self) -> None:
         made, splits = self.bound.get_mla_metadata(self.lengths, self.q.shape[1], 1)
         if self.me.forward_metadata is None:
             self.me.forward_metadata = types.SimpleNamespace(
@@ -367,7 +404,7 @@ class Dense(Case):
     def want(self) -> Tensor:
         table = self.table.cpu().long()
         lists = (table[..., None] * PAGE + torch.arange(PAGE)).flatten(1)
-        listed = [(self.kv[:, 0].double().cpu(), lists, self.lengths.cpu())]
+        listed: list[Any] = [(self.kv[:, 0].double().cpu(), lists, self.lengths.cpu())]
         return calls.truth(self.q.cpu(), listed, 192**-0.5)[0]
 
 
@@ -380,7 +417,9 @@ class Prompts(Sparse):
             folder / ATTENTION / "dsa_backend.py", "DeepseekSparseAttnBackend",
             ("_forward_flashmla_sparse",), {},
         )  # fmt: skip
-        self.me._forward_flashmla_sparse = types.MethodType(*found.values(), self.me)
+        self.me._forward_flashmla_sparse = types.MethodType(
+            found["_forward_flashmla_sparse"], self.me
+        )
         self.me.device_sm_major, self.me._sink_pad_cache = 9, {}
         r = torch.Generator().manual_seed(5)
         self.rows = (torch.randn(len(self.pool), 1, WIDTH, generator=r) / 10).bfloat16()

@@ -94,12 +94,6 @@ def needed(arch: str) -> list[VariantSpec]:
     ]
 
 
-def _backend() -> list[Finding]:
-    """Of the backend: what computes prompts, what stops a server, the card and the kernels."""
-    arch = findings.arch()
-    return [multi_head(), not_served(), findings.card(), *findings.kernels(needed(arch), arch)]
-
-
 def _flashmla() -> list[Finding]:
     """Of FlashMLA's names: the card and the kernels."""
     card = findings.card(SERVED, instead=": elsewhere SGLang's own kernels serve these models")
@@ -115,8 +109,13 @@ def check(
         found = [release()]
         if found[0].ok is not False:
             found += [*names(), flashmla_names()]
+            found += [] if flashmla else [multi_head(), not_served()]
         found.append(findings.entry_point(GROUP, "SGLANG_PLUGINS"))
-        found += _flashmla() if flashmla else _backend()
+        if flashmla:
+            found += _flashmla()
+        else:
+            arch = findings.arch()
+            found += [findings.card(), *findings.kernels(needed(arch), arch)]
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:
