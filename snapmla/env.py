@@ -88,6 +88,11 @@ VLLM_FLASHMLA = EnvVar(
     "0",
     "1 puts our kernels in the place of FlashMLA's inside of vLLM 0.26 and 0.33, V4's among them",
 )
+SGLANG_FLASHMLA = EnvVar(
+    "SNAPMLA_SGLANG_FLASHMLA",
+    "0",
+    "1 puts our kernels in the place of FlashMLA's inside of SGLang 0.5.23, V4's among them",
+)
 TEST_GPU = EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device")
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
@@ -101,6 +106,7 @@ TABLE: tuple[EnvVar, ...] = (
     DUMP_MB,
     VLLM_SPARSE,
     VLLM_FLASHMLA,
+    SGLANG_FLASHMLA,
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),

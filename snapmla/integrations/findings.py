@@ -9,10 +9,15 @@ from typing import NamedTuple
 
 import torch
 
+from dsl_kernels.cache_records import ds_mla, v4
 from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
 from snapmla import env, runtime
+from snapmla.dispatch.model import Model
+from snapmla.dispatch.needs import needs
 from snapmla.errors import VariantError
+
+PADDED = (64, 128)  # heads of FlashMLA's kernels
 
 
 class Finding(NamedTuple):
@@ -82,6 +87,17 @@ def kernels(specs: list[VariantSpec], arch: str) -> Iterator[Finding]:
     yield from (Finding(False, text) for text in wrong)
     if not missing and not wrong:
         yield Finding(True, f"{len(specs)} kernels are built: {_ops(specs)}")
+
+
+def behind_flashmla() -> list[VariantSpec]:
+    """Kernels behind FlashMLA's names, of the heads that engines' layers pad to (SM90)."""
+    models = (
+        Model(PADDED, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
+        for cache in (ds_mla.FORMAT, v4.RECORD.name)
+    )
+    found = [spec for model in (*models, Model(PADDED, dtype="bf16")) for spec in needs(model)]
+    around = ("append_kv", "fetch_dequant")  # which engines do by themselves
+    return list(dict.fromkeys(spec for spec in found if spec.op not in around))
 
 
 def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:

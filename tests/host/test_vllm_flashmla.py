@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from snapmla import runtime
+from snapmla.integrations import flashmla_switch
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import __main__ as commands
 from snapmla.integrations.vllm import first_step, flashmla, surface
@@ -260,7 +261,7 @@ def v4_decode(file: Path, owner: str, heads: int, ratio: int, page: int, wide: i
             listed.append((more.values, *second))
         calls.check(out, calls.truth(q, listed, 512**-0.5, sink)[0])
     assert known["flash_mla_with_kvcache"].calls == layers
-    kept = [m for m in vars(step).values() if hasattr(m, flashmla.SCHEDULE)]
+    kept = [m for m in vars(step).values() if hasattr(m, flashmla_switch.SCHEDULE)]
     assert len(kept) == 1 and not kept[0].have_initialized  # vLLM's own fields are left alone
 
 

@@ -8,15 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import info
+from snapmla import env, info
 from snapmla.errors import SnapMLAError
 from snapmla.integrations import findings
 from snapmla.integrations.findings import Finding
-from snapmla.integrations.sglang import refuse, surface
+from snapmla.integrations.flashmla_switch import SERVED
+from snapmla.integrations.sglang import flashmla, refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "sglang.srt.plugins"
@@ -31,7 +33,10 @@ def release() -> Finding:
     known = sorted(surface.recorded())
     if found in known:
         return Finding(True, f"sglang {found}, which the plugin was run with")
-    return Finding(None, f"sglang {found}: the plugin was run with {' and '.join(known)}")
+    releases = " and ".join(known)
+    return Finding(
+        None, f"sglang {found}: known releases are {releases}, others were not looked at"
+    )
 
 
 def names() -> Iterator[Finding]:
@@ -58,6 +63,23 @@ def not_served() -> Finding:
     return Finding(True, f"values of these settings are refused, each in a sentence: {settings}")
 
 
+def flashmla_names() -> Finding:
+    """Whether FlashMLA's names inside of SGLang become ours."""
+    name = env.SGLANG_FLASHMLA.name
+    if not env.SGLANG_FLASHMLA.enabled():
+        off = "DeepSeek-V4 and other models that call FlashMLA run on SGLang's kernels"
+        return Finding(True, f"{name} is off: {off}")
+    why = flashmla.refused()
+    if why is not None:
+        return Finding(False, f"{why}: here its kernels stay SGLang's own")
+    return Finding(True, f"{name}=1: FlashMLA's names inside of SGLang are snapmla's")
+
+
+def needed_flashmla() -> list[VariantSpec]:
+    """Kernels behind FlashMLA's names, of the heads that SGLang's layers pad to."""
+    return findings.behind_flashmla()
+
+
 def needed(arch: str) -> list[VariantSpec]:
     """Kernels that the plugin calls, whatever the model: those of a decode step with slots as
     SGLang counts them (int64), and those that fetch tokens of a cached prefix."""
@@ -72,15 +94,28 @@ def needed(arch: str) -> list[VariantSpec]:
     ]
 
 
+def _flashmla() -> list[Finding]:
+    """Of FlashMLA's names: the card and the kernels."""
+    card = findings.card(SERVED, instead=": elsewhere SGLang's own kernels serve these models")
+    return [card, *findings.kernels(needed_flashmla(), SERVED)]
+
+
 @app.command()
-def check() -> None:
+def check(
+    flashmla: Annotated[bool, typer.Option(help="by SNAPMLA_SGLANG_FLASHMLA alone")] = False,
+) -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
     try:
         found = [release()]
         if found[0].ok is not False:
-            found += [*names(), multi_head(), not_served()]
-        found += [findings.entry_point(GROUP, "SGLANG_PLUGINS"), findings.card()]
-        found += findings.kernels(needed(findings.arch()), findings.arch())
+            found += [*names(), flashmla_names()]
+            found += [] if flashmla else [multi_head(), not_served()]
+        found.append(findings.entry_point(GROUP, "SGLANG_PLUGINS"))
+        if flashmla:
+            found += _flashmla()
+        else:
+            arch = findings.arch()
+            found += [findings.card(), *findings.kernels(needed(arch), arch)]
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:

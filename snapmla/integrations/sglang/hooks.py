@@ -9,6 +9,7 @@ validation_hook              what is not served stops a server before it loads w
 overrides                    pages of 64 tokens
 KVCacheConfigurator          our pool; bytes of a token in it
 DraftBackendFactory          attention of draft models
+flash_mla_interface          ``flashmla.py``, if ``SNAPMLA_SGLANG_FLASHMLA`` asks for it
 ===========================  ======================================================================
 """
 
@@ -30,8 +31,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import attention_backends, get_exec
 
 from dsl_kernels.dims import HEAD_DIM_QK
-from snapmla import layouts
-from snapmla.integrations.sglang import refuse
+from snapmla import env, layouts
+from snapmla.integrations.sglang import flashmla, refuse
 from snapmla.integrations.sglang.refuse import BACKEND
 
 _ARGUMENTS = "sglang.srt.arg_groups"
@@ -40,6 +41,8 @@ _CACHE = "sglang.srt.mem_cache.kv_cache_configurator"
 
 def register() -> None:
     """Registers all of it, once in a process."""
+    if env.SGLANG_FLASHMLA.enabled():
+        flashmla.register()
     if BACKEND in ATTENTION_BACKENDS:
         return
     register_attention_backend(BACKEND)(make_backend)
@@ -79,7 +82,7 @@ def forward_method(attention: Any, forward_batch: Any) -> Any:
 
 
 def check(result: None, server_args: Any) -> None:
-    """After SGLang's own checks of settings.
+    """After SGLang's own checks of settings; what keeps FlashMLA's names from a call is logged.
 
     Raises:
         ValueError: as ``refuse.settings``.
@@ -87,6 +90,8 @@ def check(result: None, server_args: Any) -> None:
     view = resolved_view(server_args)
     if refuse.asked_for(view):
         refuse.settings(view)
+    if env.SGLANG_FLASHMLA.enabled():
+        flashmla.tell(view)
 
 
 def page_size(original: Any, view: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from snapmla import env
 
 BACKEND = "snapmla"
 PAGE = 64
@@ -152,11 +153,12 @@ def model(config: Any, *, sparse: bool, hybrid: bool) -> None:
     Raises:
         ValueError: saying what to use instead.
     """
-    why = None
+    why, instead = None, _off("attention-backend")
     ranks = config.kv_lora_rank, config.qk_rope_head_dim
     of_model = getattr(config, "hf_text_config", None) or config.hf_config
     if sparse:
         why = "sparse attention (DSA) chooses tokens, and this backend reads every cached token"
+        instead += f"; {env.SGLANG_FLASHMLA.name}=1 puts these kernels under FlashMLA's names"
     elif hybrid:
         why = "layers of linear or sliding-window attention are mixed with those of MLA"
     elif ranks != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
@@ -167,7 +169,7 @@ def model(config: Any, *, sparse: bool, hybrid: bool) -> None:
     elif getattr(of_model, "llama_4_scaling", None) is not None:
         why = "queries are scaled by position (llama_4_scaling), which SGLang leaves to the backend"
     if why is not None:
-        raise ValueError(f"snapmla: this model is not served: {why}: {_off('attention-backend')}")
+        raise ValueError(f"snapmla: this model is not served: {why}: {instead}")
 
 
 def queries(dtype: torch.dtype) -> None:

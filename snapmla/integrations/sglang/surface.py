@@ -6,6 +6,7 @@ text: nothing of SGLang is imported, which wants a GPU's libraries.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -24,7 +25,18 @@ _CONTEXT = f"{_SRT}.runtime_context"
 _DEEPSEEK = f"{_SRT}.models.deepseek_common"
 _HANDLERS = f"{_DEEPSEEK}.attention_backend_handler"
 _ARGUMENTS = f"{_SRT}.arg_groups"
-_HOOKS = f"{_SRT}.plugins.hook_registry"
+HOOKS = f"{_SRT}.plugins.hook_registry"
+# FlashMLA inside of SGLang: the module that has its names, who binds them before they are called
+FLASHMLA = "sglang.kernels.ops.attention.flash_mla_interface"
+FLASHMLA_NAMES = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+BINDING = (f"{_SRT}.layers.attention.flashmla_backend",)
+BOUND = tuple(f"{module}:{name}" for module in BINDING for name in FLASHMLA_NAMES)
+_RUNNER = f"{_SRT}.model_executor.model_runner:ModelRunner"
+RELIED_FLASHMLA = (
+    *(f"{FLASHMLA}:{name}" for name in (*FLASHMLA_NAMES, "get_mla_metadata", "FlashMLASchedMeta")),
+    f"{HOOKS}:_propagate_patch",
+    f"{_RUNNER}.forward",
+)
 # Where ServerArgs' fields are declared: of the settings that are refused, each in one of these.
 FIELDS = tuple(
     f"{_ARGUMENTS}.fields.{module}:{name}"
@@ -51,9 +63,9 @@ RELIED = (
     f"{_HANDLERS}:_dispatch_mla_subtype",
     f"{_HANDLERS}:_handle_attention_backend",
     f"{_DEEPSEEK}.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
-    f"{_HOOKS}:HookRegistry.register",
-    f"{_HOOKS}:HookType.AFTER",
-    f"{_HOOKS}:HookType.AROUND",
+    f"{HOOKS}:HookRegistry.register",
+    f"{HOOKS}:HookType.AFTER",
+    f"{HOOKS}:HookType.AROUND",
     f"{_CACHE}:calculate_mla_kv_cache_dim",
     f"{_CACHE}:KVCacheConfigurator._resolve_kv_pool_class",
     f"{_SRT}.speculative.draft_utils:DraftBackendFactory._create_backend",
@@ -91,7 +103,7 @@ RELIED = (
     *(
         f"{_BATCH}:ForwardMode.{name}"
         for name in (
-            "is_extend_without_speculative", "is_target_verify", "is_draft_extend_v2",
+            "is_extend_without_speculative", "is_target_verify", "is_draft_extend_v2", "is_decode",
         )
     ),
     *(
@@ -105,14 +117,14 @@ RELIED = (
 SETTINGS = tuple(
     dict.fromkeys((
         "attention_backend", "prefill_attention_backend", "decode_attention_backend",
-        *(setting.name for setting in refuse.SETTINGS),
+        "dsa_decode_backend", *(setting.name for setting in refuse.SETTINGS),
     ))
 )  # fmt: skip
 
 
 def read() -> Surface:
     """Name -> parameters, True for what has none, False for what is not there; settings by name."""
-    found = {name: read_source(name) for name in RELIED}
+    found = {name: read_source(name) for name in (*RELIED, *RELIED_FLASHMLA, *BOUND)}
     return found | {name: _is_setting(name) for name in SETTINGS}
 
 
@@ -125,6 +137,20 @@ def recorded() -> dict[str, Surface]:
     return json.loads(RECORD.read_text())
 
 
+def installed() -> str | None:
+    """Which release of SGLang is installed."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def known_release() -> str | None:
+    """The recorded release that is installed, or whose later build is; None: nobody looked."""
+    found = (installed() or "").partition("+")[0].partition(".post")[0]
+    return found if found in recorded() else None
+
+
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
     """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
     said: list[tuple[bool | None, str]] = []
@@ -133,6 +159,6 @@ def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]
         if got == wanted or adds(got, wanted):
             continue
         both = isinstance(got, list) and isinstance(wanted, list)
-        may_do = name in SETTINGS or (both and set(wanted) <= set(got))  # type: ignore[arg-type]
+        may_do = name in (*SETTINGS, *BOUND) or (both and set(wanted) <= set(got))  # type: ignore[arg-type]
         said.append((None if may_do else False, f"{name}: {text(wanted)} is {text(got)} here"))
     return said

@@ -11,14 +11,11 @@ from typing import Annotated
 
 import typer
 
-from dsl_kernels.cache_records import v4
 from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.spec import VariantSpec
 from snapmla import env, info
 from snapmla.dispatch.calls import choose_sparse
 from snapmla.dispatch.cards import cards
-from snapmla.dispatch.model import Model
-from snapmla.dispatch.needs import needs
 from snapmla.dsa import shapes
 from snapmla.dsa.index_logits import unit_choices
 from snapmla.errors import SnapMLAError
@@ -28,7 +25,6 @@ from snapmla.integrations.vllm import refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
-V4, HEADS = v4.RECORD.name, (64, 128)
 ROWS = "sm_90a"  # target of kernels for rows of 656 bytes
 INSTEAD = ": elsewhere vLLM's own FLASHMLA_SPARSE serves these models"
 
@@ -123,13 +119,7 @@ def needed_sparse() -> list[VariantSpec]:
 
 def needed_flashmla() -> list[VariantSpec]:
     """Kernels behind FlashMLA's names, of the heads that vLLM's layers pad to."""
-    models = (
-        Model(HEADS, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
-        for cache in (FORMAT, V4)
-    )
-    found = [spec for model in (*models, Model(HEADS, dtype="bf16")) for spec in needs(model)]
-    around = ("append_kv", "fetch_dequant")  # which vLLM does by itself
-    return list(dict.fromkeys(spec for spec in found if spec.op not in around))
+    return findings.behind_flashmla()
 
 
 def kernels(sparse: bool = False, flashmla: bool = False) -> Iterator[Finding]:

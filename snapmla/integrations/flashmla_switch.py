@@ -1,0 +1,174 @@
+"""FlashMLA's names inside of an engine: ours computes what it serves, the engine's the rest.
+
+An engine calls FlashMLA through functions of one module.  An object of ``Decode`` or ``Prefill``
+stands for one of them: it calls ours, or theirs where ours does not serve the call, and says so
+once a cause.  Causes are what ``Name.reason`` knows before the call, and what our own checks
+refuse before anything is launched.  The first call of a layer's method and format is logged.
+
+How the objects get in the place of the engine's functions is up to its plug-in
+(``vllm/flashmla.py``, ``sglang/flashmla.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from dsl_kernels.cache_records import ds_mla, v4
+from snapmla import flash_mla, runtime
+from snapmla.errors import SnapMLAError
+
+SCHEDULE = "of_snapmla"  # attribute of the engine's metadata
+SERVED = "sm_90a"
+MOST_SAID = 64  # lines of a name, as causes have shapes in them
+NVFP4, FP4 = 352, 288  # bytes of rows that FlashMLA reads on SM100 alone
+FORMATS = {ds_mla.RECORD.token_bytes: ds_mla.FORMAT, v4.RECORD.token_bytes: v4.RECORD.name}
+INVARIANT = "batch-invariant mode: how ours cuts lists and sequences depends on the batch"
+Told = Mapping[str, Any]
+
+
+class Name:
+    """One of FlashMLA's functions.
+
+    Attributes:
+        engine: as sentences name it. log: where they go.
+        through: modules whose frames lie between a layer and a call.
+        ours_is: our function's name in ``snapmla.flash_mla``.
+        names: the function's parameters by place; FlashMLA's where the engine's function, of which
+            a library may be missing, does not name them.
+        calls: how many calls ours has computed.
+    """
+
+    engine: ClassVar[str]
+    log: ClassVar[logging.Logger]
+    through: ClassVar[tuple[str, ...]] = ()
+    ours_is: ClassVar[str]
+
+    def __init__(self, theirs: Callable[..., Any], invariant: bool = False) -> None:
+        self.theirs, self.invariant = theirs, invariant
+        self.names = self.parameters()
+        self.calls = 0
+        self._said: set[Any] = set()
+        functools.update_wrapper(self, theirs)
+
+    def parameters(self) -> tuple[str, ...]:
+        """Names of what is given by place."""
+        return tuple(inspect.signature(getattr(flash_mla, self.ours_is)).parameters)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        told = dict(zip(self.names, given), **named)
+        reason = self.reason(told)
+        if reason is None:
+            try:
+                result = self.ours(dict(told))
+            except (TypeError, ValueError, SnapMLAError) as error:  # nothing was launched
+                reason = str(error)
+            else:
+                self.calls += 1
+                self._first(told, sys._getframe(1))
+                return result
+        if reason not in self._said and len(self._said) < MOST_SAID:
+            self._said.add(reason)
+            self.log.warning(
+                "snapmla: %s's own %s runs, not snapmla's: %s",
+                self.engine, self.theirs.__name__, reason,
+            )  # fmt: skip
+        return self.theirs(*given, **named)
+
+    def _first(self, told: Told, caller: Any) -> None:
+        """Logs the first call of a layer's method and format."""
+        while caller.f_back is not None and caller.f_globals.get("__name__") in self.through:
+            caller = caller.f_back
+        what = self.what(told)
+        key = caller.f_code, what
+        if key in self._said:
+            return
+        self._said.add(key)
+        layer = caller.f_locals.get("self")
+        kind = caller.f_globals.get("__name__") if layer is None else type(layer).__qualname__
+        name = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
+        if name is None:
+            number = getattr(caller.f_locals.get("layer"), "layer_id", None)
+            name = None if number is None else f"layer {number}"
+        self.log.info("snapmla: %s%s: %s", kind, f" ({name})" if name else "", what)
+
+    def reason(self, told: Told) -> str | None:
+        """Why the engine's kernel runs, of what can be told before a call."""
+        if self.invariant or told.get("enable_batch_invariant"):
+            return INVARIANT
+        return _reason(told)
+
+    def ours(self, told: dict[str, Any]) -> Any:
+        """What our function returns of a call's arguments; it may change ``told``."""
+        raise NotImplementedError
+
+    def what(self, told: Told) -> str:
+        """The kind of a call, for the log."""
+        raise NotImplementedError
+
+
+def _reason(told: Told) -> str | None:
+    q = told.get("q")
+    if not isinstance(q, torch.Tensor):
+        return "q is no tensor"
+    try:
+        arch = runtime.arch_of(q.device)
+    except SnapMLAError as error:
+        return str(error)
+    if arch != SERVED:
+        return f"its kernels for these calls are Hopper's, this device is {arch}"
+    for name, width, what in (
+        ("k_cache", NVFP4, "rows of NVFP4"), ("extra_k_cache", FP4, "a second cache of FP4"),
+    ):  # fmt: skip
+        cache = told.get(name)
+        if isinstance(cache, torch.Tensor) and cache.ndim and cache.shape[-1] == width:
+            return f"{what} ({width} bytes a token) are not read"
+    return None
+
+
+class Decode(Name):
+    """``flash_mla_with_kvcache``; ``tile_scheduler_metadata`` is an object of the engine's."""
+
+    ours_is = "flash_mla_with_kvcache"
+
+    def ours(self, told: dict[str, Any]) -> Any:
+        told["tile_scheduler_metadata"] = schedule_of(told["tile_scheduler_metadata"])
+        told.pop("enable_batch_invariant", None)
+        return flash_mla.flash_mla_with_kvcache(**told)
+
+    def what(self, told: Told) -> str:
+        q, cache, second = told["q"], told["k_cache"], told.get("extra_k_cache")
+        if told.get("indices") is None:
+            return f"dense decode, {str(q.dtype).removeprefix('torch.')}, {q.shape[2]} heads"
+        known = FORMATS.get(cache.shape[-1], f"{cache.shape[-1]} bytes a token")
+        pages = "" if second is None else f", a second cache of pages of {second.shape[1]} tokens"
+        sinks = "" if told.get("attn_sink") is None else ", sinks"
+        return f"sparse decode, {known}, {q.shape[2]} heads{pages}{sinks}"
+
+
+def schedule_of(theirs: Any) -> Any:
+    """Our schedule for an object of the engine's metadata: an attribute of it, made once."""
+    schedule = getattr(theirs, SCHEDULE, None)
+    if schedule is None:
+        schedule, _ = flash_mla.get_mla_metadata()
+        setattr(theirs, SCHEDULE, schedule)
+    return schedule
+
+
+class Prefill(Name):
+    """``flash_mla_sparse_fwd``."""
+
+    ours_is = "flash_mla_sparse_fwd"
+
+    def ours(self, told: dict[str, Any]) -> Any:
+        return flash_mla.flash_mla_sparse_fwd(**told)
+
+    def what(self, told: Told) -> str:
+        q = told["q"]
+        return f"sparse attention of prompts, rows of {q.shape[2]} channels, {q.shape[1]} heads"
