@@ -93,6 +93,12 @@ SGLANG_FLASHMLA = EnvVar(
     "0",
     "1 puts our kernels in the place of FlashMLA's inside of SGLang 0.5.23, V4's among them",
 )
+AS_FLASH_MLA = EnvVar(
+    "SNAPMLA_AS_FLASH_MLA",
+    "0",
+    "1 lets `import flash_mla` find snapmla, with the wheel `snapmla-as-flash-mla`; tensors: "
+    "and its `get_mla_metadata` with arguments gives two tensors",
+)
 TEST_GPU = EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device")
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
@@ -110,12 +116,7 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),
-    EnvVar(
-        "SNAPMLA_AS_FLASH_MLA",
-        "0",
-        "1 lets `import flash_mla` find snapmla, with the wheel `snapmla-as-flash-mla`; tensors: "
-        "and its `get_mla_metadata` with arguments gives two tensors",
-    ),
+    AS_FLASH_MLA,
     EnvVar("SOFTGPU_ACCUMULATE", "hopper", "arithmetic of softgpu's tensor core, or exact"),
     EnvVar("SOFTGPU_ASYNC", "early", "when softgpu's asynchronous work lands: early, late, random"),
     EnvVar("SOFTGPU_HAZARDS", "off", "what softgpu does about missing synchronisation; 1: raise"),
@@ -130,6 +131,11 @@ TABLE: tuple[EnvVar, ...] = (
         "SNAPMLA_SGLANG",
         "",
         "folder of SGLang's releases that tests drive, a per-user one if empty",
+    ),
+    EnvVar(
+        "SNAPMLA_LMDEPLOY",
+        "",
+        "folder of LMDeploy's releases that tests drive, a per-user one if empty",
     ),
     EnvVar(
         "SNAPMLA_TRANSFORMERS",

@@ -1,7 +1,7 @@
 """Releases of an engine in the user's cache folder: fetched by its script, found by its tests.
 
-A release is there when its folder is, beside the folder of what it imports but torch; a run that
-was stopped leaves none.
+A release is there when its folder is, beside the folder of what it imports but torch, if that is
+fetched; a run that was stopped leaves none.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Engine:
     Attributes:
         name: of its distribution and its folder.
         variable: of the environment, which may name another folder.
-        needs: file of what it imports, at the releases that were tried.
+        needs: file of what it imports, at the releases that were tried; None: its text is enough.
         wanted: which files of a wheel are unpacked.
     """
 
     name: str
     variable: str
-    needs: Path
+    needs: Path | None
     wanted: Callable[[str], bool] = lambda _: True
 
     def home(self) -> Path:
@@ -49,7 +49,9 @@ class Engine:
 
     def path_of(self, release: str) -> list[Path] | None:
         """Folders for the module path, None if the release is not there."""
-        found = [self.home() / release, self.home() / DEPENDENCIES]
+        found = [self.home() / release]
+        if self.needs is not None:
+            found.append(self.home() / DEPENDENCIES)
         return found if all(folder.is_dir() for folder in found) else None
 
     def fetch(self, release: str) -> None:
@@ -73,7 +75,7 @@ class Engine:
     def main(self, releases: list[str]) -> None:
         """Fetches what is not there."""
         self.home().mkdir(parents=True, exist_ok=True)
-        if not (self.home() / DEPENDENCIES).is_dir():
+        if self.needs is not None and not (self.home() / DEPENDENCIES).is_dir():
             self.dependencies()
         for release in releases:
             if not (self.home() / release).is_dir():
