@@ -24,11 +24,11 @@ from snapmla.dsa.index_logits import unit_choices
 from snapmla.errors import SnapMLAError
 from snapmla.integrations import findings
 from snapmla.integrations.findings import Finding, card
-from snapmla.integrations.vllm import refuse, surface
+from snapmla.integrations.vllm import heads, refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
-V4, HEADS = v4.RECORD.name, (64, 128)
+V4 = v4.RECORD.name
 ROWS = "sm_90a"  # target of kernels for rows of 656 bytes
 INSTEAD = ": elsewhere vLLM's own FLASHMLA_SPARSE serves these models"
 
@@ -104,16 +104,16 @@ def needed(arch: str) -> list[VariantSpec]:
 def needed_sparse() -> list[VariantSpec]:
     """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
     card = next(card for card in cards() if card.arch == ROWS)
-    tiles = (choose_sparse(card, heads, cache=FORMAT) for heads in (16, 32, 64, 128))
+    tiles = (choose_sparse(card, count, cache=FORMAT) for count in (16, 32, 64, 128))
     return [
         VariantSpec(op="append_kv", arch=ROWS, index_dtype="i64", cache_dtype=FORMAT),
         VariantSpec(op="plan_decode", arch=ROWS),
         VariantSpec(op="fetch_dequant", arch=ROWS, mode="ragged", cache_dtype=FORMAT),
         VariantSpec(op="append_index_k", arch=ROWS, index_dtype="i64"),
         *(
-            VariantSpec(op="index_logits", arch=ROWS, heads=heads, unit_rows=rows)
-            for heads in refuse.INDEX_HEADS
-            for rows in unit_choices(heads)
+            VariantSpec(op="index_logits", arch=ROWS, heads=count, unit_rows=rows)
+            for count in refuse.INDEX_HEADS
+            for rows in unit_choices(count)
         ),
         VariantSpec(op="index_rows", arch=ROWS),
         *(VariantSpec(op="select_topk", arch=ROWS, **shape._asdict()) for shape in shapes.ALL),
@@ -122,12 +122,16 @@ def needed_sparse() -> list[VariantSpec]:
 
 
 def needed_flashmla() -> list[VariantSpec]:
-    """Kernels behind FlashMLA's names, of the heads that vLLM's layers pad to."""
+    """Kernels behind FlashMLA's names, of the heads that vLLM's layers have or pad to."""
     models = (
-        Model(HEADS, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
+        Model(
+            heads.WRITTEN, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=()
+        )
         for cache in (FORMAT, V4)
     )
-    found = [spec for model in (*models, Model(HEADS, dtype="bf16")) for spec in needs(model)]
+    found = [
+        spec for model in (*models, Model(heads.WRITTEN, dtype="bf16")) for spec in needs(model)
+    ]
     around = ("append_kv", "fetch_dequant")  # which vLLM does by itself
     return list(dict.fromkeys(spec for spec in found if spec.op not in around))
 

@@ -90,10 +90,20 @@ BINDING = (
     "vllm.models.hy_v4.nvidia.flashmla_sparse",
 )
 BOUND = tuple(f"{module}:{name}" for module in BINDING for name in FLASHMLA_NAMES)
+# Where a layer asks how many heads to pad queries to: module, class, function.
+PADDING = (
+    (f"{_BACKENDS}.mla.flashmla_sparse", "FlashMLASparseImpl", "_compute_fp8_decode_padded_heads"),
+    *(
+        (f"vllm.models.{model}.nvidia.flashmla", "DeepseekV4FlashMLAAttention",
+         "get_padded_num_q_heads")
+        for model in ("deepseek_v4", "deepseek_v41")
+    ),
+)  # fmt: skip
 # Read from the source, as its module wants a library of a GPU.
 RELIED_FLASHMLA = (
     *(f"{_THIRD}:{name}" for name in (*FLASHMLA_NAMES, "get_mla_metadata", "FlashMLASchedMeta")),
     f"{FLASHMLA}:is_flashmla_sparse_supported",
+    *(f"{module}:{owner}.{name}" for module, owner, name in PADDING),
 )
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _IMPL, _BUILDER = f"{_SPARSE}:SparseMLACommonImpl", f"{_SPARSE}:SparseMLACommonMetadataBuilder"
