@@ -26,10 +26,11 @@ from typing import Any
 
 from snapmla import env
 from snapmla.integrations import flashmla_switch
+from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import heads, surface
 
 MODULE = surface.FLASHMLA
-LOGGER = "vllm.snapmla"  # below vLLM's own, whose handlers and level it has
+LOGGER = plugin.LOGGER
 _log = logging.getLogger(LOGGER)
 _lock = threading.Lock()
 
