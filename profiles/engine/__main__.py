@@ -6,6 +6,8 @@ python -m profiles.engine chunk                a chunk of prefill over a cached 
 python -m profiles.engine sparse               accuracy and speed of a DSA model of 4 layers
 python -m profiles.engine sparse-deep          steps of 27 layers (--timing BxTOKENS: of one shape)
 python -m profiles.engine sparse-old-new --old DIR   the same steps with an older packed checkout
+python -m profiles.engine mtp                  accepted drafts of a model's own draft layer
+python -m profiles.engine v4                   V4's attention class in a CUDA graph
 python -m profiles.engine sparse-why           what of a request differs alone and in a batch
 python -m profiles.engine gates                the acceptance, from the committed JSON
 """
@@ -23,13 +25,13 @@ from rich.console import Console
 from codegen.artifacts import ROOT, write_atomic
 from profiles.engine import bring as bringing
 from profiles.engine import chunk as chunks
-from profiles.engine import gates, old_new, study, why
+from profiles.engine import gates, mtp, old_new, study, v4, why
 from profiles.engine.bring import RELEASE
 from profiles.engine.spec import SPARSE_TIMINGS
 
 WORK = ROOT / "build" / "engine"
 RESULTS = ROOT / "profiles" / "results" / "engine"
-DEEP, OLD_NEW = "sparse-deep", "sparse-old-new"
+DEEP, OLD_NEW, MTP, V4 = "sparse-deep", "sparse-old-new", "mtp", "v4"
 OF_TIMINGS = tuple(f"{DEEP}-{timing}" for timing in SPARSE_TIMINGS)  # of calls with --timing
 
 app = typer.Typer(add_completion=False, help="vLLM with the plugin (docs/integration.md).",
@@ -130,6 +132,21 @@ def sparse_old_new(
     finish(OLD_NEW, study.speed(work, old_new.cases(work)), failed, out)
 
 
+@app.command("mtp")
+def drafted(work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0) -> None:
+    """Accepted drafts of a model whose drafts are right, ours and vLLM's own."""
+    mtp.prepare(work)
+    cases = mtp.cases(work)
+    failed = study.run([cases], work, limit)
+    finish(MTP, study.speed(work, cases), failed, out)
+
+
+@app.command("v4")
+def of_v4(out: Out = RESULTS) -> None:
+    """V4's attention class of vLLM in a CUDA graph, ours beside FlashMLA."""
+    finish(V4, v4.measure(), [], out)
+
+
 @app.command("sparse-why")
 def sparse_why(work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0) -> None:
     """Which tensor of a request first differs alone and in a batch, in batch-invariant mode."""
@@ -173,7 +190,7 @@ def report(out: Path) -> list[gates.Gate]:
         written = (one.get("accuracy", {}), times, (study.SHALLOW, study.LAYERS))
         write_atomic(out / "engine-sparse.md", gates.sparse_page(headed(chosen), *written))
         found += gates.sparse_gates(*written)
-    for part, pages in (("chunk", chunks), ("sparse-why", why)):
+    for part, pages in (("chunk", chunks), ("sparse-why", why), (MTP, mtp), (V4, v4)):
         result = {part: read(out, part)}
         if result[part]:
             told = result[part]["data"]

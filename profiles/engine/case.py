@@ -63,6 +63,14 @@ def alone_on_the_gpu(folder: Path) -> Iterator[None]:
         yield
 
 
+def drafting(case: Case) -> dict[str, Any]:
+    """Settings of speculative decoding with the model's own draft layer, whose drafts count."""
+    config: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": case.drafts}
+    if case.draft_backend:
+        config["attention_backend"] = case.draft_backend
+    return {"speculative_config": config, "disable_log_stats": False}
+
+
 class Engine:
     """vLLM's ``LLM`` of a case, and what is asked of it."""
 
@@ -71,13 +79,13 @@ class Engine:
 
         self.case = case
         self.rows: dict[int, dict[int, Tensor]] = {}  # log-probabilities by request and step
-        processors = None if case.own_process else [self._recorder()]
+        processors = None if case.own_process or case.drafts else [self._recorder()]
         weights = (Path(case.model) / "model.safetensors").exists()
         self.llm = LLM(
             model=case.model, load_format="auto" if weights else "dummy",
             skip_tokenizer_init=True, dtype="bfloat16", attention_backend=case.backend,
             attention_config={"mla_prefill_backend": case.prefill} if case.prefill else None,
-            kv_cache_dtype=case.cache_dtype, block_size=64, max_model_len=case.longest,
+            kv_cache_dtype=case.cache_dtype, max_model_len=case.longest,
             max_num_batched_tokens=CHUNK, max_num_seqs=GRAPH_SIZES[-1],
             enforce_eager=not case.graphs, gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=int(case.cache_gib * 2**30), logits_processors=processors,
@@ -88,6 +96,7 @@ class Engine:
                 "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if case.graphs else "NONE",
                 "cudagraph_capture_sizes": list(GRAPH_SIZES),
             },
+            **(drafting(case) if case.drafts else {"block_size": 64}),
         )  # fmt: skip
 
     def _recorder(self) -> type:
@@ -273,6 +282,7 @@ def main(case_file: str, out: str) -> None:
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if case.own_process else "0"
     os.environ[env.VLLM_SPARSE.name] = "1" if case.sparse else "0"
+    os.environ[env.VLLM_FLASHMLA.name] = "1" if case.flashmla else "0"
     os.environ["VLLM_BATCH_INVARIANT"] = "1" if case.batch_invariant else "0"
     import vllm  # noqa: F401 (20 seconds, before the turn)
 

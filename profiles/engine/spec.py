@@ -40,10 +40,14 @@ class Case:
         own_process: the engine in a process of its own, scheduled ahead: vLLM's default.
         batch_invariant: ``VLLM_BATCH_INVARIANT``.
         sparse: ``SNAPMLA_VLLM_SPARSE``, which gives the backend FLASHMLA_SPARSE to ours.
+        flashmla: ``SNAPMLA_VLLM_FLASHMLA``, which gives FlashMLA's names to ours.
         indexer: the model has one.
         prefill: vLLM's ``mla_prefill_backend``; empty: its own choice.
         study: module of this package whose ``measure`` takes the place of all below but sizes.
         prefix_caching: prompts that begin alike share what is cached.
+        drafts: tokens that the model's own draft layer writes a step; 0: none.  The block size is
+            vLLM's own choice then.
+        draft_backend: the draft's ``attention_backend``; empty: vLLM's choice.
         prompts: file of token lists to continue, none if empty.
         force: file of a result whose tokens are to be followed, none if empty.
         timings: ``BxTOKENS`` each.
@@ -61,10 +65,13 @@ class Case:
     own_process: bool = False
     batch_invariant: bool = False
     sparse: bool = False
+    flashmla: bool = False
     indexer: bool = False
     prefill: str = ""
     study: str = ""
     prefix_caching: bool = False
+    drafts: int = 0
+    draft_backend: str = ""
     prompts: str = ""
     force: str = ""
     timings: tuple[str, ...] = ()

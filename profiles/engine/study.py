@@ -82,7 +82,11 @@ def speed_cases(folder: Path) -> list[Case]:
 # DSA models: both by the name of vLLM's own backend, and whether it is given to ours.
 SPARSE_ENGINES = {"flashmla_sparse": False, "snapmla_sparse": True}
 SPARSE_BASE = "flashmla_sparse-eager"
-SPARSE = {"backend": "FLASHMLA_SPARSE", "cache_dtype": "fp8_ds_mla", "indexer": True}
+SPARSE: dict[str, Any] = {
+    "backend": "FLASHMLA_SPARSE",
+    "cache_dtype": "fp8_ds_mla",
+    "indexer": True,
+}
 SHALLOW = 4  # layers of the model with weights of its own, timed too
 SPARSE_LONGEST = 131_072 + 512
 

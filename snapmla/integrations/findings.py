@@ -89,13 +89,14 @@ def kernels(specs: list[VariantSpec], arch: str) -> Iterator[Finding]:
         yield Finding(True, f"{len(specs)} kernels are built: {_ops(specs)}")
 
 
-def behind_flashmla() -> list[VariantSpec]:
-    """Kernels behind FlashMLA's names, of the heads that engines' layers pad to (SM90)."""
+def behind_flashmla(heads: tuple[int, ...] = PADDED) -> list[VariantSpec]:
+    """Kernels behind FlashMLA's names (SM90); ``heads``: of the engine's calls, by default those
+    that layers pad to."""
     models = (
-        Model(PADDED, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
+        Model(heads, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
         for cache in (ds_mla.FORMAT, v4.RECORD.name)
     )
-    found = [spec for model in (*models, Model(PADDED, dtype="bf16")) for spec in needs(model)]
+    found = [spec for model in (*models, Model(heads, dtype="bf16")) for spec in needs(model)]
     around = ("append_kv", "fetch_dequant")  # which engines do by themselves
     return list(dict.fromkeys(spec for spec in found if spec.op not in around))
 

@@ -79,6 +79,10 @@ class Name:
                 "snapmla: %s's own %s runs, not snapmla's: %s",
                 self.engine, self.theirs.__name__, reason,
             )  # fmt: skip
+        return self.passed_on(*given, **named)
+
+    def passed_on(self, *given: Any, **named: Any) -> Any:
+        """What the engine's function returns of a call that ours does not serve."""
         return self.theirs(*given, **named)
 
     def _first(self, told: Told, caller: Any) -> None:

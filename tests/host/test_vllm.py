@@ -310,6 +310,31 @@ def test_models_of_sparse_attention() -> None:
         refuse.layers([("layers.0", layer)], MLAAttention)
 
 
+def drafting(method: str, backend: Any = None, cache: str | None = None) -> Any:
+    """vLLM's configuration with speculative decoding."""
+    return types.SimpleNamespace(
+        attention_config=types.SimpleNamespace(backend=types.SimpleNamespace(name="CUSTOM")),
+        speculative_config=types.SimpleNamespace(
+            method=method, attention_backend=backend, kv_cache_dtype=cache
+        ),
+    )
+
+
+def test_a_draft_layer_without_a_backend() -> None:
+    """vLLM chooses for it by itself, among its own."""
+    with pytest.raises(ValueError, match="does not hand --attention-backend") as caught:
+        refuse.draft(drafting("mtp"))
+    assert 'add "attention_backend": "CUSTOM" to --speculative-config' in str(caught.value)
+    for served in (
+        drafting("mtp", backend=object()), drafting("mtp", cache="auto"), drafting("ngram"),
+        types.SimpleNamespace(speculative_config=None), types.SimpleNamespace(),
+    ):  # fmt: skip
+        refuse.draft(served)
+    assert refuse.drafts_on_vllms(drafting("mtp")) and not refuse.drafts_on_vllms(None)
+    said = refuse.draft_elsewhere(drafting("mtp"))
+    assert "runs on one of vLLM's own" in said and '"attention_backend": "CUSTOM"' in said
+
+
 def sparse_configuration(attention: dict[str, Any], **parallel: Any) -> Any:
     """vLLM's, as far as the sparse backend looks at it."""
     return types.SimpleNamespace(
@@ -527,8 +552,17 @@ def test_drafts_over_shards_see_what_the_step_says(
 
 
 def test_the_selector_is_told_what_to_use_instead(backend: Any) -> None:
-    asked = [576, torch.bfloat16, "snapmla", 64, True, False]
+    asked: list[Any] = [576, torch.bfloat16, "fp8_ds_mla", 64, True, False]  # as 0.26
     assert backend.SnapMLABackend.supports_combination(*asked, True, False, None) == refuse.SPARSE
+    assert backend.SnapMLABackend.supports_combination(*asked, False, False, None) is None
+    for wrong in ("fp8", "auto", "snapmla"):
+        asked[2] = wrong
+        said = backend.SnapMLABackend.supports_combination(*asked, False, False, None)
+        assert said == (
+            f"snapmla: a cache of {wrong!r} is not read by this backend: start vLLM with "
+            "--kv-cache-dtype fp8_ds_mla"
+        )
+    asked[2] = None  # nobody said which
     assert backend.SnapMLABackend.supports_combination(*asked, False, False, None) is None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from snapmla import runtime
 from snapmla.integrations import flashmla_switch
@@ -65,6 +66,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(surface, "known_release", lambda: OLDER)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # one finds layers' modules
     yield found
 
 
@@ -221,12 +223,15 @@ def names() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def v4_decode(file: Path, owner: str, heads: int, ratio: int, page: int, wide: int = 128) -> None:
+def v4_decode(
+    file: Path, owner: str, heads: int, ratio: int, page: int, wide: int = 128, padded: int = 0
+) -> None:
     """V4's decode: a window of tokens, and beside it a second cache, compressed."""
     g, tokens, known = torch.Generator().manual_seed(heads + ratio), wide // 64 + 1, names()
     window, more = calls.pages_584(4, 64, 1), calls.pages_584(40, page, 2)
     q = torch.randn(tokens, heads, 512, generator=g).bfloat16()
-    sink, out = torch.randn(heads, generator=g), torch.full((tokens, heads, 512), torch.nan)
+    sink, more_heads = torch.randn(heads, generator=g), max(padded - heads, 0)
+    out = torch.full((tokens, heads + more_heads, 512), torch.nan)
     lengths, others = (torch.tensor(n[-tokens:]).int() for n in ([wide, 37, 1], [64, 0, 13]))
     lists = calls.lists_of(tokens, wide, 256, 3)
     lists[-1, 0] = 7
@@ -244,8 +249,9 @@ def v4_decode(file: Path, owner: str, heads: int, ratio: int, page: int, wide: i
         c128a_global_decode_topk_indices=second[0].unsqueeze(1), c128a_decode_topk_lens=second[1],
     )  # fmt: skip
     layer = types.SimpleNamespace(
-        compress_ratio=ratio, topk_indices_buffer=second[0], scale=512**-0.5, attn_sink=sink,
+        compress_ratio=ratio, topk_indices_buffer=second[0], scale=512**-0.5,
         swa_cache_layer=types.SimpleNamespace(kv_cache=window.raw), prefix="model.layers.0.attn",
+        attn_sink=functional.pad(sink, (0, more_heads), value=-torch.inf),
     )  # fmt: skip
     alone = ratio < (1 if "v41" in str(file) else 2)
     forward = calls.methods(file, owner, ("_forward_decode",), known)["_forward_decode"]
@@ -253,13 +259,13 @@ def v4_decode(file: Path, owner: str, heads: int, ratio: int, page: int, wide: i
     for _ in range(layers):
         out.fill_(torch.nan)
         forward(
-            layer, q=q, kv_cache=None if alone else more.raw, swa_metadata=step,
-            attn_metadata=compressed, swa_only=alone, output=out,
+            layer, q=functional.pad(q, (0, 0, 0, more_heads)), swa_metadata=step, swa_only=alone,
+            kv_cache=None if alone else more.raw, attn_metadata=compressed, output=out,
         )  # fmt: skip
         listed: list[Any] = [(window.values, lists, lengths)]
         if not alone:
             listed.append((more.values, *second))
-        calls.check(out, calls.truth(q, listed, 512**-0.5, sink)[0])
+        calls.check(out[:, :heads], calls.truth(q, listed, 512**-0.5, sink)[0])
     assert known["flash_mla_with_kvcache"].calls == layers
     kept = [m for m in vars(step).values() if hasattr(m, flashmla_switch.SCHEDULE)]
     assert len(kept) == 1 and not kept[0].have_initialized  # vLLM's own fields are left alone
@@ -275,6 +281,14 @@ def v4_decode(file: Path, owner: str, heads: int, ratio: int, page: int, wide: i
 def test_v4(release: str, heads: int, ratio: int, page: int) -> None:
     wide = 64 if (heads, ratio) == (16, 128) else 128
     v4_decode(text(release) / V4, "DeepseekV4FlashMLAAttention", heads, ratio, page, wide)
+
+
+@needs_compiler
+@pytest.mark.whole_matrix
+def test_v4_with_padded_heads() -> None:
+    """As ``test_v4`` of 16 heads, where ``heads`` leaves the padding to vLLM."""
+    file = text(OLDER) / V4
+    v4_decode(file, "DeepseekV4FlashMLAAttention", 16, 128, 2, wide=64, padded=64)
 
 
 @needs_compiler
@@ -455,8 +469,9 @@ def test_a_first_step_without_a_call_is_told_once(
         ours({"layer": 1}, config(None))
     (line,) = lines_of(caplog)
     assert "first step had no call of FlashMLA's names that snapmla computed" in line
+    assert contexts.create_forward_context is theirs  # again: what was to be told is told
     first_step.watch()
-    assert contexts.create_forward_context is ours  # which has told
+    assert contexts.create_forward_context is theirs
     modules[surface.FLASHMLA].flash_mla_with_kvcache.calls = 1
     assert list(first_step.sentences({"layer": 1}, config(None), flashmla.calls())) == []
 

@@ -7,6 +7,7 @@ vLLM's own classes drive it in ``tests/host/test_vllm.py``, where they are there
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -124,6 +125,27 @@ def test_names(ours: Any) -> None:
         new_impl(ours, kv_cache_dtype="auto")
     with pytest.raises(ValueError, match="has None heads"):
         new_impl(ours, indexer=types.SimpleNamespace())
+    asked = lambda dtype: (576, torch.bfloat16, dtype, 64, True, False, True, False, None)
+    assert backend.supports_combination(*asked("fp8_ds_mla")) is None
+    assert str(backend.supports_combination(*asked("snapmla"))).endswith(
+        "start vLLM with --kv-cache-dtype fp8_ds_mla"
+    )
+
+
+def test_a_draft_layer_on_vllms_backend_is_told_once(
+    ours: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 0.33; in 0.26 a draft finds ours by the name of vLLM's own."""
+    config = types.SimpleNamespace(
+        attention_config=types.SimpleNamespace(backend=types.SimpleNamespace(name="X_SPARSE")),
+        speculative_config=types.SimpleNamespace(method="mtp", attention_backend=None),
+    )
+    monkeypatch.setattr(ours, "get_current_vllm_config_or_none", lambda: config)
+    with caplog.at_level(logging.WARNING, plugin.LOGGER):
+        new_impl(ours), new_impl(ours)
+    lines = [each.getMessage() for each in caplog.records if each.name == plugin.LOGGER]
+    assert len(lines) == (1 if ours.ASKS_FOR_KERNEL else 0)
+    assert all('add "attention_backend": "X_SPARSE" to' in line for line in lines)
 
 
 @pytest.mark.parametrize(

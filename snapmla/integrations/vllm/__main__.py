@@ -21,7 +21,7 @@ from snapmla.dsa.index_logits import unit_choices
 from snapmla.errors import SnapMLAError
 from snapmla.integrations import findings
 from snapmla.integrations.findings import Finding, card
-from snapmla.integrations.vllm import refuse, surface
+from snapmla.integrations.vllm import heads, refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
@@ -100,16 +100,16 @@ def needed(arch: str) -> list[VariantSpec]:
 def needed_sparse() -> list[VariantSpec]:
     """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
     card = next(card for card in cards() if card.arch == ROWS)
-    tiles = (choose_sparse(card, heads, cache=FORMAT) for heads in (16, 32, 64, 128))
+    tiles = (choose_sparse(card, count, cache=FORMAT) for count in (16, 32, 64, 128))
     return [
         VariantSpec(op="append_kv", arch=ROWS, index_dtype="i64", cache_dtype=FORMAT),
         VariantSpec(op="plan_decode", arch=ROWS),
         VariantSpec(op="fetch_dequant", arch=ROWS, mode="ragged", cache_dtype=FORMAT),
         VariantSpec(op="append_index_k", arch=ROWS, index_dtype="i64"),
         *(
-            VariantSpec(op="index_logits", arch=ROWS, heads=heads, unit_rows=rows)
-            for heads in refuse.INDEX_HEADS
-            for rows in unit_choices(heads)
+            VariantSpec(op="index_logits", arch=ROWS, heads=count, unit_rows=rows)
+            for count in refuse.INDEX_HEADS
+            for rows in unit_choices(count)
         ),
         VariantSpec(op="index_rows", arch=ROWS),
         *(VariantSpec(op="select_topk", arch=ROWS, **shape._asdict()) for shape in shapes.ALL),
@@ -118,8 +118,8 @@ def needed_sparse() -> list[VariantSpec]:
 
 
 def needed_flashmla() -> list[VariantSpec]:
-    """Kernels behind FlashMLA's names, of the heads that vLLM's layers pad to."""
-    return findings.behind_flashmla()
+    """Kernels behind FlashMLA's names, of the heads that vLLM's layers have or pad to."""
+    return findings.behind_flashmla(heads.WRITTEN)
 
 
 def kernels(sparse: bool = False, flashmla: bool = False) -> Iterator[Finding]:

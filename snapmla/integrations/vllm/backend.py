@@ -106,7 +106,9 @@ class SnapMLABackend(mla.MLACommonBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        return refuse.SPARSE if use_sparse else None  # vLLM's own reason does not say what to do
+        if use_sparse:
+            return refuse.SPARSE  # vLLM's own reason does not say what to do
+        return refuse.cache_dtype(kv_cache_dtype, cls.supported_kv_cache_dtypes)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -282,6 +284,7 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         config = get_current_vllm_config_or_none()  # of the model that is being built
         if config is not None:
             refuse.model(config)  # here before weights are loaded
+            refuse.draft(config)
         self._layer_is_known = False
         self._keys_apart = False  # whether the prefill backend takes K as two tensors
         self.supports_quant_query_input = False  # the layer then hands over (q_nope, q_rope)

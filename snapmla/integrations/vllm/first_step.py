@@ -1,8 +1,8 @@
 """What the first step of a process shows of settings that had no effect, told once.
 
 A step begins where vLLM makes the context of a forward pass that has attention's metadata; graphs
-that are captured count, memory that is profiled does not.  At the second one the first is over.
-Processes that run no step say nothing.
+that are captured count, memory that is profiled does not.  At the second one the first is over,
+and vLLM's function is in its place again.  Processes that run no step say nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from snapmla.integrations.vllm import flashmla
 
 NAME = "create_forward_context"
 _log = logging.getLogger(flashmla.LOGGER)
+_over: set[Any] = set()  # functions of vLLM whose first step was told
 
 
 def watch() -> None:
-    """Looks at this process's first step.  May be called again."""
+    """Looks at this process's first step.  May be called again, also behind it."""
     from vllm import forward_context
 
     there = getattr(forward_context, NAME)
-    if not isinstance(there, _Watched):
+    if not isinstance(there, _Watched) and there not in _over:
         setattr(forward_context, NAME, _Watched(there, forward_context))
 
 
@@ -48,6 +49,9 @@ class _Watched:
 
     def _told(self, attn_metadata: Any, vllm_config: Any) -> None:
         self.done, self.first = True, None
+        _over.add(self.theirs)
+        if getattr(self.module, NAME) is self:  # else another one stands around it
+            setattr(self.module, NAME, self.theirs)
         for sentence in sentences(attn_metadata, vllm_config, flashmla.calls()):
             _log.warning("snapmla: %s", sentence)
 

@@ -10,6 +10,8 @@ of a plugin reaches, have no other way in, and so this one is for all models.
 ``get_mla_metadata`` and ``FlashMLASchedMeta`` stay vLLM's own, too: our schedule is an attribute of
 their object, made by the first call and with it inside of a graph where that is captured.
 
+Queries' heads are not padded to FlashMLA's 64 or 128 where ours serves them (``heads.py``).
+
 Ours computes what it serves.  Anything else goes to vLLM's kernel, whose cause is logged once
 (``flashmla_switch.py``).
 """
@@ -20,13 +22,15 @@ import importlib
 import logging
 import sys
 import threading
+from typing import Any
 
 from snapmla import env
 from snapmla.integrations import flashmla_switch
-from snapmla.integrations.vllm import surface
+from snapmla.integrations import vllm as plugin
+from snapmla.integrations.vllm import heads, surface
 
 MODULE = surface.FLASHMLA
-LOGGER = "vllm.snapmla"  # below vLLM's own, whose handlers and level it has
+LOGGER = plugin.LOGGER
 _log = logging.getLogger(LOGGER)
 _lock = threading.Lock()
 
@@ -58,6 +62,7 @@ def install() -> bool:
                 bound = sys.modules.get(other)
                 if bound is not None and getattr(bound, name, ours) is ours.theirs:
                     setattr(bound, name, ours)
+        heads.install()
     return True
 
 
@@ -78,6 +83,12 @@ class _OfVLLM(flashmla_switch.Name):
     """One of FlashMLA's functions: ours, and vLLM's for what that does not serve."""
 
     engine, log = "vLLM", _log
+
+    def passed_on(self, *given: Any, **named: Any) -> Any:
+        told = dict(zip(self.names, given), **named)
+        if heads.fits(told):
+            return self.theirs(*given, **named)
+        return heads.padded(self.theirs, told)
 
 
 class _Decode(_OfVLLM, flashmla_switch.Decode):

@@ -5,7 +5,7 @@ Imports nothing of vLLM: configuration and layers are handed in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,54 @@ def model(vllm_config: Any) -> None:
         topk = getattr(getattr(of_model, part, None), "index_topk", None)
         if topk is not None:
             raise ValueError(f"{SPARSE} (the model's configuration has index_topk = {topk})")
+
+
+def cache_dtype(given: str | None, served: Sequence[str]) -> str | None:
+    """Why a cache dtype is not served, in a sentence that names the right one; None if it is.
+
+    Args:
+        given: ``--kv-cache-dtype``; None: nobody said which.
+    """
+    if given is None or given in served:
+        return None
+    return (
+        f"snapmla: a cache of {given!r} is not read by this backend: start vLLM with "
+        f"--kv-cache-dtype {served[0]}"
+    )
+
+
+def draft(vllm_config: Any) -> None:
+    """Stops at a model's own draft layer (MTP) that has no backend which reads the cache.
+
+    vLLM hands the target's backend to no draft, and chooses among its own.
+
+    Raises:
+        ValueError: saying which setting to add.
+    """
+    if drafts_on_vllms(vllm_config) and vllm_config.speculative_config.kv_cache_dtype is None:
+        raise ValueError(
+            "snapmla: vLLM does not hand --attention-backend to the model's draft layer (MTP), and "
+            f"none of its own reads this cache: add {_named(vllm_config)} to --speculative-config"
+        )
+
+
+def drafts_on_vllms(vllm_config: Any) -> bool:
+    """Whether a model's own draft layer has the attention backend that vLLM chooses."""
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    return getattr(speculative, "method", None) == "mtp" and speculative.attention_backend is None
+
+
+def draft_elsewhere(vllm_config: Any) -> str:
+    """The sentence of a draft layer that runs on vLLM's backend over the same cache."""
+    return (
+        "snapmla: vLLM does not hand --attention-backend to the model's draft layer (MTP), which "
+        f"runs on one of vLLM's own: add {_named(vllm_config)} to --speculative-config"
+    )
+
+
+def _named(vllm_config: Any) -> str:
+    """The setting of the target's backend for a draft, as JSON has it."""
+    return f'"attention_backend": "{vllm_config.attention_config.backend.name}"'
 
 
 def prefill(dtype: torch.dtype) -> None:

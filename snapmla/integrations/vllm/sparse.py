@@ -32,6 +32,8 @@ output 0 and LSE -inf, which vLLM merges by the LSE.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +68,12 @@ SPLIT_ENTRIES = 512  # pieces of a list in batch-invariant mode
 PIECE_ROWS = 16384  # query tokens times heads of one call there: all pieces leave partial rows
 # A release whose base class turns positions into rows and asks for a kernel alone.
 ASKS_FOR_KERNEL = hasattr(sparse.SparseMLACommonImpl, "_forward_mqa_kernel")
+
+
+@functools.cache
+def _tell(sentence: str) -> None:
+    """Once a process."""
+    logging.getLogger(plugin.LOGGER).warning(sentence)
 
 
 class SnapMLASparseBackend(AttentionBackend):
@@ -115,6 +123,16 @@ class SnapMLASparseBackend(AttentionBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        *_: Any,
+    ) -> str | None:
+        return refuse.cache_dtype(kv_cache_dtype, cls.supported_kv_cache_dtypes)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -327,7 +345,10 @@ class SnapMLASparseImpl(_Impl):
             )
         sinks = mla_options.pop("sinks", None)  # of models that have them; vLLM's base has not
         refuse.sparse_layer(head_size, kv_cache_dtype)
-        refuse.sinks(sinks, num_heads, get_current_vllm_config_or_none())
+        config = get_current_vllm_config_or_none()
+        refuse.sinks(sinks, num_heads, config)
+        if ASKS_FOR_KERNEL and refuse.drafts_on_vllms(config):  # 0.26 has one name for both
+            _tell(refuse.draft_elsewhere(config))
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
             kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name,

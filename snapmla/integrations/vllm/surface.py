@@ -90,10 +90,21 @@ BINDING = (
     "vllm.models.hy_v4.nvidia.flashmla_sparse",
 )
 BOUND = tuple(f"{module}:{name}" for module in BINDING for name in FLASHMLA_NAMES)
+# Where a layer asks how many heads to pad queries to: module, class, function.
+PADDING = (
+    (f"{_BACKENDS}.mla.flashmla_sparse", "FlashMLASparseImpl", "_compute_fp8_decode_padded_heads"),
+    *(
+        (f"vllm.models.{model}.nvidia.flashmla", "DeepseekV4FlashMLAAttention",
+         "get_padded_num_q_heads")
+        for model in ("deepseek_v4", "deepseek_v41")
+    ),
+)  # fmt: skip
+PADDED = tuple(f"{module}:{owner}.{name}" for module, owner, name in PADDING)
 # Read from the source, as its module wants a library of a GPU.
 RELIED_FLASHMLA = (
     *(f"{_THIRD}:{name}" for name in (*FLASHMLA_NAMES, "get_mla_metadata", "FlashMLASchedMeta")),
     f"{FLASHMLA}:is_flashmla_sparse_supported",
+    *PADDED,
 )
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _IMPL, _BUILDER = f"{_SPARSE}:SparseMLACommonImpl", f"{_SPARSE}:SparseMLACommonMetadataBuilder"
@@ -150,6 +161,7 @@ OPTIONAL = frozenset({
     f"{_SPARSE}:SparseMLACommonMetadata",
     f"{_BACKENDS}.mla.sparse_utils:align_blocks_to_rows",
     "vllm.v1.attention.ops.metadata:compute_token_to_req_indices",
+    PADDED[-1],
 })  # fmt: skip
 _K3 = "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention"
 _V32 = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
@@ -208,8 +220,10 @@ def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]
 
 def _harm(name: str, got: list[str] | bool, wanted: list[str] | bool) -> bool | None:
     """None where the backend may do nevertheless, else False."""
-    if name in BOUND:
-        return None  # its layers call vLLM's own kernel, or another module does
+    if name in BOUND or name in PADDED:
+        return (
+            None  # its layers call vLLM's own kernel, or another module does; or heads are padded
+        )
     if name in REFUSED:
         return None  # by whatever name: it is none that ``refuse`` knows
     if name == QUANT_MODE and got is not False:
