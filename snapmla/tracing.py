@@ -12,7 +12,7 @@ The private names of PyTorch that the switch needs are all in this file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -110,6 +110,11 @@ def between_graphs(function: Callable[..., _Result], *arguments: Any, **options:
     from snapmla import graph_break
 
     return graph_break.call(function, *arguments, **options)
+
+
+def refuse_vmap() -> NoReturn:
+    """Raises ValueError: a call under ``torch.vmap``, of a function that has gradients."""
+    checks.value_error("snapmla", "a call outside of torch.func", "one inside of vmap", _BATCH)
 
 
 def refuse_transforms() -> None:

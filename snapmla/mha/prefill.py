@@ -18,18 +18,18 @@ from snapmla.errors import VariantError
 from snapmla.mha.checking import (
     DEFAULT_D_V,
     MAX_WORK,
+    NAMES,
     Mha,
     check_memory,
     check_shapes,
     most_work,
-    no_gradients,
+    wants_gradients,
     words_of,
 )
 from snapmla.plan import sm_count
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 MERGE_WAVES = 4  # CTAs of 8 warps for each SM of the launch that merges pieces
 
 
@@ -117,12 +117,21 @@ def mha_prefill(
 
     Source: FlashAttention (Dao); the contract is FlashMLA's ``flash_attn_varlen_func``.
     """
-    no_gradients(q=q, k_nope=k_nope, v=v, k_rope=k_rope)
     call = Mha(
         q, k_nope, k_rope, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, split_keys, out, lse, workspace,
     )  # fmt: skip
+    if torch.is_grad_enabled() and wants_gradients(q, k_nope, v, k_rope):
+        from snapmla.mha import gradients
+
+        return gradients.attend(call)
     return calls.run(_MHA, _MHA, call)
+
+
+def run(call: Mha) -> Results:
+    """Results of a call without gradients; wrong ones raise."""
+    made: Results = calls.run(_MHA, _MHA, call)
+    return made
 
 
 def workspace_size(
@@ -313,7 +322,7 @@ def kernels(
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
     """(what lists the work, what computes it) on a device; keys ``whole`` or ``split``."""
     arch = runtime.arch_of(device)
-    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype], keys=keys)
+    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=NAMES[dtype], keys=keys)
     if registry.module_name(spec) is None:
         raise VariantError(
             f"{arch}: no kernel for dense prefill exists for this architecture yet; there "
@@ -328,7 +337,7 @@ def kernels(
 def merging_kernel(device: torch.device, dtype: torch.dtype, d_v: int) -> runtime.Kernel:
     """What makes rows of partial rows."""
     arch = runtime.arch_of(device)
-    spec = VariantSpec(op="mha_merge", arch=arch, dtype=_NAMES[dtype], d_v=d_v)
+    spec = VariantSpec(op="mha_merge", arch=arch, dtype=NAMES[dtype], d_v=d_v)
     return runtime.kernel(spec, device.type)
 
 
