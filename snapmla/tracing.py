@@ -3,8 +3,9 @@
 Kernels take addresses.  What a tracer hands over (FakeTensors, proxies, wrapper subclasses) has
 none, and what a dispatch mode watches would be invisible to it.  So every public call asks here:
 ``wanted`` says that it must go through the operators, which PyTorch's dispatcher brings to whoever
-listens, and on to the kernels where there is memory.  Transforms of ``torch.func`` are refused: the
-operators have no gradients, and their batch is an argument's dimension.
+listens, and on to the kernels where there is memory.  Transforms of ``torch.func`` are refused: but
+for ``mha_prefill``, which ``torch.func.grad`` takes, operators have no gradients, and their batch
+is an argument's dimension.
 
 The private names of PyTorch that the switch needs are all in this file.
 """

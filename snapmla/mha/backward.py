@@ -358,7 +358,7 @@ class Kernels(NamedTuple):
     delta: runtime.Kernel
     dq: runtime.Kernel
     dkv: runtime.Kernel
-    rope_sum: runtime.Kernel | None
+    rope_sum: runtime.Kernel | None = None
 
 
 class Ready(NamedTuple):
@@ -370,7 +370,7 @@ class Ready(NamedTuple):
     ctas: tuple[int, int]  # of dQ; of dK and dV
     scale: float
     causal: int
-    odd: bool  # some tensor's strides over extents of 1 are none that TMA takes
+    odd: bool  # some tensor's strides over extents of 1 are none that kernels take
     place: int = 0
 
 
@@ -382,9 +382,14 @@ def _prepared(call: Backward) -> Ready:
     sms = sm_count(q.device)
     ctas = min(sms, tiles * q.shape[1]), min(sms, keys)
     forward = call.forward
-    by_tma = q, *forward.keys, v, call.dout
-    odd = any(launch.regular(t) is not t for t in by_tma)
+    rows = (*_rows(call), call.dq, call.dk_nope, call.dk_rope, call.dv)
+    odd = any(t is not None and launch.regular(t) is not t for t in rows)
     return Ready(found, room, tiles, ctas, forward.scale, int(call.causal), odd)
+
+
+def _rows(call: Backward) -> list[Tensor]:
+    """What kernels read by rows, in their order; ``out`` last."""
+    return [call.q, *call.forward.keys, call.v, call.dout, call.out]
 
 
 def _results(call: Backward) -> Grads:
@@ -416,18 +421,19 @@ def _launch(call: Backward, ready: Ready | None) -> tuple[Grads, Ready | None]:
     room, work = ready.room, call.workspace
     if work is None:
         work = launch.allocator(call.q.device)((room.words,), (1,), torch.int32)
-    floats = work.view(torch.float32) if work.shape[0] == room.words else (
-        work[: room.words].view(torch.float32))  # fmt: skip
+    floats = work[: room.words].view(torch.float32)
     stats = floats[room.stats : room.parts].view(call.q.shape[1], room.blocks, PAD, 2)
     tables: Sequence[Tensor] = (call.cu_seqlens_q, call.cu_seqlens_k)
     if call.zero_rest:
         tables = _whole_tables(call, work[room.tables : room.words])
-    forward = call.forward
-    rows: Sequence[Tensor] = (call.q, *forward.keys, call.v, call.dout)
+    rows, own = _rows(call), grads
     if ready.odd:
         rows = [launch.regular(x) for x in rows]
-    key_work = work[room.work : room.work + room.key_work]
-    _launch_all(call, ready, (rows, stats, tables), (work[: room.work], key_work), floats, grads)
+        dq, dk, dk_rope, dv = grads
+        shared = None if dk_rope is None else launch.regular(dk_rope)
+        own = launch.regular(dq), launch.regular(dk), shared, launch.regular(dv)
+    lists = work[: room.work], work[room.work : room.stats]
+    _launch_all(call, ready, (rows, stats, tables), lists, floats, own)
     return grads, ready
 
 
@@ -436,13 +442,13 @@ def _launch_all(
     grads: Grads,
 ) -> None:  # fmt: skip
     """The kernels, in their order; ``given`` = (rows, stats, cu_seqlens)."""
-    rows, stats, tables = given
+    (*rows, out), stats, tables = given
     at, room, (work, key_work) = ready.kernels, ready.room, lists
     dq, dk, dk_rope, dv = grads
     longest = int(call.max_seqlen_q), int(call.max_seqlen_k)
     at.items(*tables, work, key_work, ready.causal, *longest)
     dlse = call.lse[:0] if call.dlse is None else call.dlse
-    at.delta(call.out, call.dout, call.lse, dlse, tables[0], work, stats, ready.tiles)
+    at.delta(out, rows[-1], call.lse, dlse, tables[0], work, stats, ready.tiles)
     common, how = (*rows, stats, *tables), (ready.scale, ready.causal)
     at.dq(*common, work, dq, *how, ready.ctas[0])
     if at.rope_sum is None:
@@ -481,16 +487,20 @@ def kernels(device: torch.device, d_qk: int, dtype: torch.dtype) -> Kernels:
         VariantSpec(op="mha_dq", d_qk=d_qk, **of),
         VariantSpec(op="mha_dkv", d_qk=d_qk, **of),
     ]
-    if registry.module_name(specs[-1]) is None:
+    if registry.module_name(specs[2]) is None:
         raise VariantError(
             f"{arch}: no kernel for the gradients of dense prefill exists for this architecture "
             "yet; there FlashAttention-4 (flash_attn.cute) and FlashMLA's own "
             "flash_attn_varlen_func serve"
         )
-    rope = None
     if len(WIDTHS[d_qk]) == 2:
-        rope = runtime.kernel(VariantSpec(op="mha_rope_sum", **of), device.type)
-    return Kernels(*[runtime.kernel(spec, device.type) for spec in specs], rope)
+        specs.append(VariantSpec(op="mha_rope_sum", **of))
+    try:
+        found = [runtime.kernel(spec, device.type) for spec in specs]
+    except VariantError as error:
+        names = ",".join(spec.name for spec in specs)
+        raise VariantError(f"{error}; gradients take `make precompile FILTER={names}`") from error
+    return Kernels(*found)
 
 
 # ---------------------------------------------------------------- operators

@@ -43,7 +43,7 @@ def attend(call: Mha) -> Results:
 
 def above_prefill(*given: Any) -> Results:
     """``torch.ops.snapmla.mha_prefill`` where autograd may record."""
-    call = Mha(*given, None, None, None)
+    call = Mha._make((*given, None, None, None))
     if torch.is_grad_enabled() and wants_gradients(call.q, call.k_nope, call.v, call.k_rope):
         return attend(call)
     with torch._C._AutoDispatchBelowAutograd():
@@ -67,7 +67,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Any) -> Results:
-        return prefill.run(Mha(*given, None, None, None))
+        return prefill.run(Mha._make((*given, None, None, None)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -120,7 +120,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _gradients(*given: Any) -> backward.Grads:
-    return backward.run(backward.Backward(*given, None, None, None, None, None))
+    return backward.run(backward.Backward._make((*given, *(None,) * 5)))
 
 
 def _rows(dout: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def mha_prefill(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Results:
-    """softmax(softmax_scale * q k^T) v of each sequence of a ragged batch; forward only.
+    """softmax(softmax_scale * q k^T) v of each sequence of a ragged batch; has gradients.
 
     K may come as a model has it: ``k_nope`` and ``v`` are views of kv_b_proj's output, ``k_rope``
     is one head that all share, and nothing is concatenated.  Two launches, three where keys may be
@@ -62,6 +62,10 @@ def mha_prefill(
     infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's
     result depends on its own sequence alone: bits are the same in any batch, also where keys are
     split, as whether and where that is follows from the sequence's two lengths.
+
+    Where autograd records and q, k_nope, v or k_rope require a gradient, both results have one, of
+    192 and 128 channels: ``mha_prefill_backward`` tells of it.  Rows of no sequence get 0.  A
+    second derivative is refused.
 
     Causal masks of unequal lengths are aligned at the bottom right (1: seen), 3 queries of 5 keys
     and 5 of 3:
@@ -112,7 +116,8 @@ def mha_prefill(
         (out, lse): rows without keys have out 0 and lse -inf.  lse is the natural logarithm.
 
     Raises:
-        TypeError, ValueError: naming the argument; also where a gradient is wanted.
+        TypeError, ValueError: naming the argument; also where a gradient is wanted of 256 channels,
+            or beside ``out``, ``lse`` or ``workspace``.
         VariantError: the device's architecture has no kernel; the text says what serves there.
 
     Source: FlashAttention (Dao); the contract is FlashMLA's ``flash_attn_varlen_func``.

@@ -18,7 +18,9 @@ _LENGTHS = (
 )
 _KEYS = "Tensor q, Tensor k_nope, Tensor? k_rope, Tensor v"
 _ARGUMENTS = f"{_KEYS}, {_LENGTHS}, bool split_keys"
-_GRADIENTS = f"Tensor dout, Tensor? dlse, {_KEYS}, Tensor out, Tensor lse, {_LENGTHS}, bool zero_rest"
+_GRADIENTS = (
+    f"Tensor dout, Tensor? dlse, {_KEYS}, Tensor out, Tensor lse, {_LENGTHS}, bool zero_rest"
+)
 
 
 def _call(*arguments: Any) -> Mha:
