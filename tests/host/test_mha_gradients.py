@@ -71,9 +71,8 @@ def assert_right(job: GradJob, grads: dict[str, Tensor]) -> None:
 
 def leaves_of(call: Call) -> Call:
     """The call, whose rows are leaves that require a gradient."""
-    rows = {
-        n: call[n].clone().requires_grad_() for n in ("q", "k_nope", "k_rope", "v") if n in call
-    }
+    named = ("q", "k_nope", "k_rope", "v")
+    rows: Call = {n: call[n].clone().requires_grad_() for n in named if n in call}
     return {**call, **rows}
 
 
@@ -134,12 +133,13 @@ def test_the_call_is_autograd() -> None:
     words = backward_workspace_size(T_Q, T_K, len(LQ), H, 2)
     memory = {f"d{n}": torch.full((*rows[n].shape[:2], rows[n].shape[2] + 8), 7.0).to(BF16)
               for n in ("q", "k_nope", "k_rope", "v")}  # fmt: skip
-    into = {n: x[..., 8:] for n, x in memory.items()}
+    into: Call = {n: x[..., 8:] for n, x in memory.items()}
     work = torch.full((words + 4,), -3, dtype=I32)
-    for more in ({}, {"workspace": work}):
+    workspaces: list[Call] = [{}, {"workspace": work}]
+    for more in workspaces:
         got = dict(zip(NAMES, mha_prefill_backward(**asked, **into, **more)))
         for name, x in got.items():
-            assert x is into[name] and torch.equal(x[:-REST], want[name][:-REST])
+            assert x is not None and x is into[name] and torch.equal(x[:-REST], want[name][:-REST])
             assert (memory[name][..., :8] == 7).all()
             assert name == "dk_rope" or (x[-REST:] == 7).all()
     assert (work[-4:] == -3).all()
@@ -149,7 +149,7 @@ def test_the_call_is_autograd() -> None:
     dq, dk, none, dv = mha_prefill_backward(**one)
     assert none is None
     for x, y, z in zip((dq, dk[..., :128], dk[..., 128:], dv), mha_prefill_backward(**wide), NAMES):
-        assert torch.equal(x, y) and (z == "dk_rope" or torch.equal(x, want[z]))
+        assert y is not None and torch.equal(x, y) and (z == "dk_rope" or torch.equal(x, want[z]))
     assert torch.allclose(dk[..., 128:].float().sum(1), want["dk_rope"][:, 0].float(), atol=3e-2)
 
 
@@ -284,27 +284,30 @@ def test_names_of_others() -> None:
     lengths = (*cu, max(LQ), max(LK))
     itself = (cu[0], cu[0], max(LQ), max(LQ))
 
+    func = flash_mla_names.flash_attn_varlen_func
+    kv_packed = flash_mla_names.flash_attn_varlen_kvpacked_func
+    by_keywords: Any = flash_attention_names.flash_attn_varlen_func
+
     def gradients(function: Callable[..., Any], rows: tuple[Tensor, ...]) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in rows]
         out, lse = function(*leaves)
         lse = lse if lse.shape == (H, T_Q) or len(lse) == 1 else lse.T
         return list(torch.autograd.grad(out[:9].float().square().sum() + lse[:, :9].sum(), leaves))
 
-    want = gradients(lambda *x: mha_prefill(*x, *lengths), (q, k, v))
+    want = gradients(lambda q, k, v: mha_prefill(q, k, v, *lengths), (q, k, v))
     fronts: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
-        (lambda *x: flash_mla_names.flash_attn_varlen_func(
-            *x, *lengths, causal=True, deterministic=True), (q, k, v)),
-        (lambda q, kv: flash_mla_names.flash_attn_varlen_kvpacked_func(
-            q, kv, *lengths, 192, causal=True), (q, torch.cat([k, v], -1))),
-        (lambda *x: flash_attention_names.flash_attn_varlen_func(
-            *x, *lengths, causal=True, deterministic=True, return_softmax_lse=True), (q, k, v)),
+        (lambda q, k, v: func(q, k, v, *lengths, causal=True, deterministic=True), (q, k, v)),
+        (lambda q, kv: kv_packed(q, kv, *lengths, 192, causal=True), (q, torch.cat([k, v], -1))),
+        (lambda q, k, v: by_keywords(q, k, v, *lengths, causal=True, deterministic=True,
+                                     return_softmax_lse=True), (q, k, v)),
     ]  # fmt: skip
     for function, rows in fronts:
         got = gradients(function, rows)
-        got = [got[0], *(x for y in got[1:] for x in y.split([192, 128][: y.shape[-1] // 150], -1))]
+        if len(got) == 2:
+            got = [got[0], *got[1].split([192, 128], -1)]
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     one, k, v = q[:, :1], k[:T_Q], v[:T_Q]
-    want = gradients(lambda *x: mha_prefill(*x, *itself, causal=False), (one, k, v))
+    want = gradients(lambda q, k, v: mha_prefill(q, k, v, *itself, causal=False), (one, k, v))
     packed = torch.cat([one, k, v], -1)
     got = gradients(
         lambda x: flash_mla_names.flash_attn_varlen_qkvpacked_func(x, cu[0], max(LQ), 192),
@@ -333,13 +336,14 @@ def test_what_flash_attention_s_keywords_may_be() -> None:
     call = given()
     rows = call["q"], torch.cat([call["k_nope"], call["k_rope"]], -1), call["v"]
     rest = call["cu_seqlens_q"], call["cu_seqlens_k"], max(LQ), max(LK)
+    function: Any = flash_attention_names.flash_attn_varlen_func
     for name, value, words in (
         ("dropout_p", 0.1, "expected 0, got 0.1"), ("window_size", (127, 0), r"\(-1, -1\)"),
         ("softcap", 30.0, "expected 0"), ("alibi_slopes", torch.ones(H), "expected None"),
         ("return_attn_probs", True, "expected False.*return_softmax_lse"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{name}: .*{words}"):
-            flash_attention_names.flash_attn_varlen_func(*rows, *rest, **{name: value})
+            function(*rows, *rest, **{name: value})
 
 
 def asked(**changed: Any) -> Call:
@@ -429,7 +433,7 @@ def test_workspace_size() -> None:
             assert 4 * (words - plain) <= most * tokens * heads
     own = backward_workspace_size(9, 9, 1, 64, 64, k_rope_heads=64)
     assert own == backward_workspace_size(9, 9, 1, 64, 64) + 9 * 64 * 48
-    right = {"total_q": 1, "total_k": 1, "batch": 1, "heads": 4, "kv_heads": 4}
+    right: Call = {"total_q": 1, "total_k": 1, "batch": 1, "heads": 4, "kv_heads": 4}
     for name, value in (("heads", 0), ("d_qk", 256), ("k_rope_heads", 2), ("batch", -1)):
         with pytest.raises(ValueError, match=f"^{name}: "):
             backward_workspace_size(**{**right, name: value})
