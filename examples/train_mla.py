@@ -4,14 +4,14 @@
 
 Runs on a GPU if there is one, else, a few heads and tokens of it, on the software GPU.  A batch is
 sequences of different lengths, packed.  K stays two tensors: kv_b_proj's output, whose views are
-k_nope and v, and one RoPE head that all heads share, so that nothing is concatenated, in the forward
-or the backward.  The layer learns the answers of another one with other weights.  The first step's
-gradients of all weights are compared with those of attention by torch in float64, over the same
-projections.
+k_nope and v, and one RoPE head that all heads share, so that the forward concatenates nothing.  The
+layer learns the answers of another one with other weights.  The first step's gradients of all
+weights are compared with those of attention by torch in float64, over the same projections.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
@@ -70,8 +70,7 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 def by_torch(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Causal attention of each sequence in float64, rounded once."""
     parts = []
-    ends = cu_seqlens.tolist()
-    for first, end in zip(ends, ends[1:]):
+    for first, end in itertools.pairwise(cu_seqlens.tolist()):
         rows = slice(first, end)
         k = torch.cat([k_nope[rows], k_rope[rows].expand(-1, q.shape[1], -1)], -1).double()
         logits = torch.einsum("qhd,khd->hqk", q[rows].double(), k) * SCALE
