@@ -35,7 +35,8 @@ def drawn(d_qk: int, lengths: Any, heads: tuple[int, int], **options: Any) -> Mh
         if runtime.jit_refusal() and runtime.find(needed) is None:
             pytest.skip(f"{needed.name} is not built, and nothing compiles here")
     torch.manual_seed(1)
-    return MhaJob.draw(forward_spec(spec), *lengths, *heads, device=DEVICE, **options)
+    given = (*lengths, *heads)
+    return MhaJob.draw(forward_spec(spec), *given, device=DEVICE, **options)
 
 
 def call_of(job: MhaJob) -> dict[str, Any]:
