@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,10 @@ import snapmla
 
 NOPE, ROPE, V = 128, 64, 128
 SCALE = (NOPE + ROPE) ** -0.5
-ON_CARD = {"hidden": 1024, "heads": 16, "latent": 512, "lengths": [700, 1, 1300, 47], "steps": 20}
-TINY = {"hidden": 64, "heads": 2, "latent": 64, "lengths": [13, 1], "steps": 2}
+ON_CARD: dict[str, Any] = {
+    "hidden": 1024, "heads": 16, "latent": 512, "lengths": [700, 1, 1300, 47], "steps": 20,
+}  # fmt: skip
+TINY: dict[str, Any] = {"hidden": 64, "heads": 2, "latent": 64, "lengths": [13, 1], "steps": 2}
 
 
 class Attention(nn.Module):
@@ -42,7 +45,9 @@ class Attention(nn.Module):
     def project(self, name: str, x: Tensor) -> Tensor:
         return x @ self.weights[name].bfloat16()
 
-    def forward(self, x: Tensor, angles: Tensor, cu_seqlens: Tensor, longest: int, exact: bool):
+    def forward(
+        self, x: Tensor, angles: Tensor, cu_seqlens: Tensor, longest: int, exact: bool
+    ) -> Tensor:
         """Tokens (total, hidden) of all sequences -> the same shape."""
         q = self.project("q", x).view(-1, self.heads, NOPE + ROPE)
         q = torch.cat([q[..., :NOPE], rotated(q[..., NOPE:], angles[:, None])], -1)
@@ -98,8 +103,10 @@ def main() -> int:
     def loss(exact: bool = False) -> Tensor:
         return (layer(x, *where, exact).float() - wanted).square().mean()
 
-    weights = dict(layer.weights.items())
-    mine, theirs = (torch.autograd.grad(loss(exact), weights.values()) for exact in (False, True))
+    weights = layer.weights
+    mine, theirs = (
+        torch.autograd.grad(loss(exact), list(weights.values())) for exact in (False, True)
+    )
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(mine, theirs)]
     said = ", ".join(f"{name} {error:.1e}" for name, error in zip(weights, errors))
     print(f"relative L2 to gradients by torch in float64, on {device}: {said}")
