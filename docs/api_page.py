@@ -23,8 +23,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
         "decode", "plan_sparse_decode", "SparsePlan", "SparseRowsPlan", "PlanCache",
-        "SparsePlanCache", "mha_prefill", "sparse_prefill", "plan_sparse_prefill",
-        "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
+        "SparsePlanCache", "mha_prefill", "mha_prefill_backward", "sparse_prefill",
+        "plan_sparse_prefill", "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
         "merge_states", "explain", "explain_prefill", "install_as_flash_mla", "SnapMLAError",
         "UnsupportedDeviceError", "VariantError", "__version__",
     ),
@@ -51,7 +51,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "top_k_per_row_decode", "top_k_per_row_prefill", "persistent_topk",
         "indexer_k_quant_and_cache", "cp_gather_indexer_k_quant_cache",
     ),
-    "snapmla.mha": ("workspace_size",),
+    "snapmla.mha": ("workspace_size", "backward_workspace_size"),
     "snapmla.mha.flash_attention_names": ("flash_attn_varlen_func",),
     "snapmla.layouts": ("paged_views", "rows640_views"),
     "snapmla.reference": (

@@ -23,7 +23,7 @@ from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
 from snapmla.fetch import fetch_dequant
 from snapmla.flash_mla.name import install_as_flash_mla
 from snapmla.merge import merge_state, merge_states
-from snapmla.mha import mha_prefill
+from snapmla.mha import mha_prefill, mha_prefill_backward
 from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, quantize_q
@@ -55,6 +55,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "mha_prefill",
+    "mha_prefill_backward",
     "plan_decode",
     "plan_sparse_decode",
     "plan_sparse_prefill",

@@ -3,8 +3,9 @@
 Kernels take addresses.  What a tracer hands over (FakeTensors, proxies, wrapper subclasses) has
 none, and what a dispatch mode watches would be invisible to it.  So every public call asks here:
 ``wanted`` says that it must go through the operators, which PyTorch's dispatcher brings to whoever
-listens, and on to the kernels where there is memory.  Transforms of ``torch.func`` are refused: the
-operators have no gradients, and their batch is an argument's dimension.
+listens, and on to the kernels where there is memory.  Transforms of ``torch.func`` are refused: but
+for ``mha_prefill``, which ``torch.func.grad`` takes, operators have no gradients, and their batch
+is an argument's dimension.
 
 The private names of PyTorch that the switch needs are all in this file.
 """
@@ -12,7 +13,7 @@ The private names of PyTorch that the switch needs are all in this file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -110,6 +111,11 @@ def between_graphs(function: Callable[..., _Result], *arguments: Any, **options:
     from snapmla import graph_break
 
     return graph_break.call(function, *arguments, **options)
+
+
+def refuse_vmap() -> NoReturn:
+    """Raises ValueError: a call under ``torch.vmap``, of a function that has gradients."""
+    checks.value_error("snapmla", "a call outside of torch.func", "one inside of vmap", _BATCH)
 
 
 def refuse_transforms() -> None:

@@ -1,6 +1,6 @@
 """``mha_delta``, ``mha_dq``, ``mha_dkv``, ``mha_rope_sum``: the backward of ``mha_fwd``.
 
-Built when they are asked for: no function of the library calls them yet.
+Built when they are asked for, by ``snapmla.mha_prefill_backward`` and autograd of ``mha_prefill``.
 """
 
 from __future__ import annotations

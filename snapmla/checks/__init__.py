@@ -214,6 +214,12 @@ def softmax_scale(value: Any, most: float | None = None) -> float:
     return float(value)
 
 
+def no_dropout(value: Any) -> None:
+    """Checks that ``dropout_p`` is 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 0:
+        value_error("dropout_p", "0", value, "there is no dropout")
+
+
 def device(name: str, value: Any) -> torch.device:
     """Checks that torch can make tensors on a device, by making one without elements."""
     try:

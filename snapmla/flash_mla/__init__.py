@@ -3,7 +3,8 @@
 
 Decode over a BF16 or fp16 cache, or with ``indices`` over the bytes of DeepSeek-V3.2, V4, V4.1, in
 the call forms of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
-(``snapmla.sparse``) and dense prefill of separate heads (``snapmla.mha``), forward only.
+(``snapmla.sparse``), forward only, and dense prefill of separate heads (``snapmla.mha``), with
+gradients.
 
 The metadata of decode may be
 

@@ -18,7 +18,8 @@ from snapmla import checks
 
 Tensor = torch.Tensor
 
-DTYPES = (torch.bfloat16, torch.float16)
+NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}  # as variants have them
+DTYPES = tuple(NAMES)
 D_QK = tuple(VALUES)  # channels of a head of q and k
 MAX_TOKENS = 2**31 - 2**16  # of all sequences: the kernel's int32, with room for a tile
 MAX_HEADS = 2**16
@@ -82,13 +83,12 @@ class Mha(NamedTuple):
         return (nope[..., :own], nope[..., own:]) if shared_by_all else (nope,)
 
 
-def no_gradients(**tensors: Any) -> None:
-    """Raises ValueError where autograd would want gradients of a tensor."""
-    if torch.is_grad_enabled():
-        for name, value in tensors.items():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                hint = "there is no backward pass: call it under torch.no_grad()"
-                checks.value_error(name, "no gradients to be wanted", "requires_grad=True", hint)
+def wants_gradients(*tensors: Any) -> bool:
+    """Whether autograd would want gradients of a tensor, where it records at all."""
+    for value in tensors:  # noqa: SIM110 (on every call: faster than any())
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+    return False
 
 
 def check_shapes(call: Mha) -> None:

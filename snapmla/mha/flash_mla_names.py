@@ -1,9 +1,10 @@
-"""FlashMLA's three names for attention of separate heads, over ``mha_prefill``; forward only.
+"""FlashMLA's three names for attention of separate heads, over ``mha_prefill``.
 
-As there: both results are returned, the LSE has shape (total_q, h) over memory (h, total_q), and
-without ``softmax_scale`` it is d_qk ** -0.5.  Other than there: float16 and heads of 256 channels
-too, rows of V and K behind a sequence's end do not reach it, and nothing but the results and a list
-of work is allocated.
+As there: gradients by autograd, both results are returned, the LSE has shape (total_q, h) over
+memory (h, total_q), and without ``softmax_scale`` it is d_qk ** -0.5.  Other than there: the LSE
+has a gradient, too, ``deterministic`` may be True, float16 and, without gradients, heads of 256
+channels, rows of V and K behind a sequence's end do not reach it, and nothing but the results and a
+list of work is allocated.
 
 Source: FlashMLA, ``flash_mla/flash_mla_interface.py``.
 """
@@ -57,14 +58,14 @@ def flash_attn_varlen_func(
         dropout_p: 0.
         softmax_scale: None: d_qk ** -0.5.
         causal: bottom right.
-        deterministic: results are the same bits either way.
+        deterministic: results and gradients are the same bits either way.
         is_varlen: False says that all sequences are as long as the longest.
 
     Returns:
         (out (total_q, h, d_v), lse (total_q, h)), natural logarithm, -inf of rows without keys.
 
     Raises:
-        TypeError, ValueError: naming the argument; where dropout or a gradient is wanted.
+        TypeError, ValueError: naming the argument; where dropout is wanted.
 
     Source: FlashMLA, ``flash_attn_varlen_func``.
     """
@@ -157,8 +158,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _refuse(dropout_p: Any, deterministic: Any, is_varlen: Any) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or dropout_p != 0:
-        checks.value_error("dropout_p", "0", dropout_p, "there is no dropout")
+    checks.no_dropout(dropout_p)
     checks.flag("deterministic", deterministic)
     checks.flag("is_varlen", is_varlen)
 

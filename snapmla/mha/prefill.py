@@ -18,18 +18,18 @@ from snapmla.errors import VariantError
 from snapmla.mha.checking import (
     DEFAULT_D_V,
     MAX_WORK,
+    NAMES,
     Mha,
     check_memory,
     check_shapes,
     most_work,
-    no_gradients,
+    wants_gradients,
     words_of,
 )
 from snapmla.plan import sm_count
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 MERGE_WAVES = 4  # CTAs of 8 warps for each SM of the launch that merges pieces
 
 
@@ -50,7 +50,7 @@ def mha_prefill(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Results:
-    """softmax(softmax_scale * q k^T) v of each sequence of a ragged batch; forward only.
+    """softmax(softmax_scale * q k^T) v of each sequence of a ragged batch; has gradients.
 
     K may come as a model has it: ``k_nope`` and ``v`` are views of kv_b_proj's output, ``k_rope``
     is one head that all share, and nothing is concatenated.  Two launches, three where keys may be
@@ -62,6 +62,10 @@ def mha_prefill(
     infinity in such a key's K or V it has the bits that it would have beside numbers.  A row's
     result depends on its own sequence alone: bits are the same in any batch, also where keys are
     split, as whether and where that is follows from the sequence's two lengths.
+
+    Where autograd records and q, k_nope, v or k_rope require a gradient, both results have one, of
+    192 and 128 channels: ``mha_prefill_backward`` tells of it.  Rows of no sequence get 0.  A
+    second derivative is refused.
 
     Causal masks of unequal lengths are aligned at the bottom right (1: seen), 3 queries of 5 keys
     and 5 of 3:
@@ -112,17 +116,27 @@ def mha_prefill(
         (out, lse): rows without keys have out 0 and lse -inf.  lse is the natural logarithm.
 
     Raises:
-        TypeError, ValueError: naming the argument; also where a gradient is wanted.
+        TypeError, ValueError: naming the argument; also where a gradient is wanted of 256 channels,
+            or beside ``out``, ``lse`` or ``workspace``.
         VariantError: the device's architecture has no kernel; the text says what serves there.
 
     Source: FlashAttention (Dao); the contract is FlashMLA's ``flash_attn_varlen_func``.
     """
-    no_gradients(q=q, k_nope=k_nope, v=v, k_rope=k_rope)
     call = Mha(
         q, k_nope, k_rope, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, split_keys, out, lse, workspace,
     )  # fmt: skip
+    if torch.is_grad_enabled() and wants_gradients(q, k_nope, v, k_rope):
+        from snapmla.mha import gradients
+
+        return gradients.attend(call)
     return calls.run(_MHA, _MHA, call)
+
+
+def run(call: Mha) -> Results:
+    """Results of a call without gradients; wrong ones raise."""
+    made: Results = calls.run(_MHA, _MHA, call)
+    return made
 
 
 def workspace_size(
@@ -313,7 +327,7 @@ def kernels(
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
     """(what lists the work, what computes it) on a device; keys ``whole`` or ``split``."""
     arch = runtime.arch_of(device)
-    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype], keys=keys)
+    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=NAMES[dtype], keys=keys)
     if registry.module_name(spec) is None:
         raise VariantError(
             f"{arch}: no kernel for dense prefill exists for this architecture yet; there "
@@ -328,7 +342,7 @@ def kernels(
 def merging_kernel(device: torch.device, dtype: torch.dtype, d_v: int) -> runtime.Kernel:
     """What makes rows of partial rows."""
     arch = runtime.arch_of(device)
-    spec = VariantSpec(op="mha_merge", arch=arch, dtype=_NAMES[dtype], d_v=d_v)
+    spec = VariantSpec(op="mha_merge", arch=arch, dtype=NAMES[dtype], d_v=d_v)
     return runtime.kernel(spec, device.type)
 
 

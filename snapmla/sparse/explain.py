@@ -22,6 +22,7 @@ from dsl_kernels.dims import TOKEN_TILE
 from snapmla import checks
 from snapmla.dispatch import calls as dispatch
 from snapmla.dispatch.cards import Card, card_named, find_card
+from snapmla.mha.backward import backward_workspace_size
 from snapmla.sparse.plan import MAX_TOPK
 from snapmla.sparse.prefill import MAX_HEADS, MAX_TOKENS
 from snapmla.sparse.rows_kernel import row_tile_of
@@ -75,6 +76,12 @@ class PrefillExplanation:
         """The fastest of those with the result of sparse attention."""
         return next(c for c in self.candidates if c.same)
 
+    @property
+    def gradients_bytes(self) -> int:
+        """Workspace of ``mha_prefill_backward``, 192/128 channels, a RoPE head that all share."""
+        heads = self.num_heads
+        return 4 * backward_workspace_size(self.tokens, self.tokens, 1, heads, heads)
+
     def __str__(self) -> str:
         lines = [
             f"prompt of {self.tokens} tokens, topk {self.topk}, {self.num_heads} heads, "
@@ -83,6 +90,8 @@ class PrefillExplanation:
         for c in self.candidates:
             what = "fastest" if c is self.best else "" if c.same else "another result: dense"
             lines.append(f"  {c.call:<34} {c.us:9.1f} us model  {what}".rstrip())
+        megabytes = self.gradients_bytes / 2**20
+        lines.append(f"  gradients of mha_prefill: {megabytes:.1f} MiB of workspace beside them")
         return "\n".join(lines)
 
 

@@ -19,13 +19,15 @@ in pages of 128 tokens at most, to ``dense_decode``, whose sequences read KV hea
 num_kv_heads (``snapmla.kv_heads``), and which takes bytes beside ``cache_dtype``. ``outs`` and
 ``lses`` are the parts, or with ``stacked`` one tensor of them each; ``out!`` and ``lse!`` may be
 those of a part. The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be
-arguments of compiled functions. Operators have no gradients, and their results never require any:
-this is inference.
+arguments of compiled functions. Operators but ``mha_prefill`` have no gradients, and their results
+never require any: this is inference.
 ``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
 sequence that they do not cover then become NaN.
 ``append_index_k``, ``index_logits_out``, ``index_topk`` and ``fetch_index_k_out`` are those of
 ``snapmla.dsa``, whose ``q`` is bytes, too; ``unit_rows`` 0 chooses.  ``keys`` of bytes have
-``scales`` beside them, keys that are multiplied out have none.  ``dsa_prologue`` is
+``scales`` beside them, keys that are multiplied out have none.  ``mha_prefill`` has
+gradients of its first derivative; ``mha_prefill_backward`` returns them, dk_rope without rows where
+k_rope is None. ``dsa_prologue`` is
 ``snapmla.dsa.prologue``: the KV cache as to the appends, beside its format's name, ``out_q`` bytes.
 """
 

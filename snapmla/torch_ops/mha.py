@@ -1,4 +1,4 @@
-"""``mha_prefill``: dense attention of ragged prompts."""
+"""``mha_prefill``: dense attention of ragged prompts, and its gradients."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from typing import Any
 
 from torch import Tensor
 
+from snapmla.mha.backward import Backward, backward_now, check_extents, new_grads
 from snapmla.mha.checking import Mha, check_shapes
+from snapmla.mha.gradients import above_backward, above_prefill
 from snapmla.mha.prefill import new_results, prefill_now
 from snapmla.torch_ops.operator import Operator
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k_nope, Tensor? k_rope, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
-    "bool split_keys"
+_LENGTHS = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float softmax_scale, bool causal"
+)
+_KEYS = "Tensor q, Tensor k_nope, Tensor? k_rope, Tensor v"
+_ARGUMENTS = f"{_KEYS}, {_LENGTHS}, bool split_keys"
+_GRADIENTS = (
+    f"Tensor dout, Tensor? dlse, {_KEYS}, Tensor out, Tensor lse, {_LENGTHS}, bool zero_rest"
 )
 
 
@@ -37,11 +43,45 @@ def _fake_mha_prefill(*arguments: Any) -> tuple[Tensor, Tensor]:
     return new_results(call.q)
 
 
+def _backward(*arguments: Any) -> Backward:
+    """As schemas have them, likewise."""
+    given = (*arguments, *(None,) * 5)
+    return Backward(*given[: len(Backward._fields)])
+
+
+def _mha_prefill_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = _backward(*arguments)
+    dq, dk, rope, dv = backward_now(call)
+    return dq, dk, new_grads(call)[2] if rope is None else rope, dv
+
+
+def _mha_prefill_backward_out(*arguments: Any) -> None:
+    backward_now(_backward(*arguments))
+
+
+def _fake_mha_prefill_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = _backward(*arguments)
+    check_extents(call)
+    return new_grads(call)
+
+
 OPERATORS = (
-    Operator(f"mha_prefill({_ARGUMENTS}) -> (Tensor, Tensor)", _mha_prefill, _fake_mha_prefill),
+    Operator(
+        f"mha_prefill({_ARGUMENTS}) -> (Tensor, Tensor)", _mha_prefill, _fake_mha_prefill,
+        above_prefill,
+    ),
     Operator(
         f"mha_prefill_out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace) "
         "-> ()",
         _mha_prefill_out,
     ),
-)
+    Operator(
+        f"mha_prefill_backward({_GRADIENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _mha_prefill_backward, _fake_mha_prefill_backward, above_backward,
+    ),
+    Operator(
+        f"mha_prefill_backward_out({_GRADIENTS}, Tensor(a!) dq, Tensor(b!) dk_nope, "
+        "Tensor(c!)? dk_rope, Tensor(d!) dv, Tensor(e!)? workspace) -> ()",
+        _mha_prefill_backward_out,
+    ),
+)  # fmt: skip

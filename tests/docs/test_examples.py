@@ -31,8 +31,9 @@ def run(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 WITH_TRANSFORMERS = ("generate",)  # which is fetched, or there
 # a graph of the software GPU is a list of calls: the one that matters runs on a GPU; steps of
-# sparse attention are made of calls that other tests run; test_transformers.py has a model
-RARELY = ("cuda_graph", "sparse_step", "dsa_step", "generate")
+# sparse attention are made of calls that other tests run; test_transformers.py has a model; a few
+# steps of training are as many backwards
+RARELY = ("cuda_graph", "sparse_step", "dsa_step", "generate", "train_mla")
 EVERY_DAY = [
     pytest.param(path, marks=pytest.mark.whole_matrix if path.stem in RARELY else ())
     for path in SCRIPTS

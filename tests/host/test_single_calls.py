@@ -29,7 +29,7 @@ every_call = pytest.mark.parametrize("name", CALLS)
 COSTLY = {
     "context_group", "decode_bytes", "decode_witness", "flash_attention_varlen",
     "flash_mla_records", "flash_mla_varlen",
-    "index_topk_ragged", "mha_whole_keys", "plan_cache", "snapmla_names",
+    "index_topk_ragged", "mha_prefill_backward", "mha_whole_keys", "plan_cache", "snapmla_names",
     "sparse_decode_apart", "sparse_decode_bytes", "sparse_prefill_fp8", "two_lists",
 }  # fmt: skip
 by_kernels = pytest.mark.parametrize(
@@ -211,6 +211,9 @@ WITH_PAIRS = {
     "context_group": {("planned_offsets", "cu_seqlens_q")},
     "sparse_decode_apart": {("row_lengths", "row_seqlens")},
     "mha_prefill": {("cu_seqlens_q", "cu_seqlens_k")},
+    "mha_prefill_backward": {
+        ("cu_seqlens_q", "cu_seqlens_k"), ("k_nope", "v"), ("dout", "out"), ("lse", "dlse"),
+    },
     "mha_whole_keys": {("q", "k_nope"), ("k_nope", "v"), ("cu_seqlens_q", "cu_seqlens_k")},
     "rope_append_kv": {("slot_mapping", "positions")},
     "select_topk": {("lengths", "row_starts")},

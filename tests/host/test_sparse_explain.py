@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from snapmla.mha import backward_workspace_size
 from snapmla.sparse.explain import explain_prefill, seen_by_lists
 
 
@@ -21,6 +22,8 @@ def test_a_prompt_that_its_lists_cover() -> None:
     assert not longer.covers and longer.best.call == "sparse_prefill, FP8 cache"
     assert not next(c for c in longer.candidates if c.call.startswith("mha")).same
     assert "lists cover it" in str(short) and "another result: dense" in str(longer)
+    assert short.gradients_bytes == 4 * backward_workspace_size(2048, 2048, 1, 128, 128)
+    assert "gradients of mha_prefill: 18." in str(short)
     assert [c.us for c in short.candidates] == sorted(c.us for c in short.candidates)
 
 

@@ -550,11 +550,18 @@ def prefill_calls(device: str) -> dict[str, tuple[Any, ...]]:
         torch.ones(2, 1, 128, **ones), cu_seqlens, cu_seqlens.clone(), 2, 2, SCALE, True, False,
     )  # fmt: skip
     results = torch.zeros(2, 1, 128, **ones), torch.zeros(1, 2, device=device)
+    logs = torch.ones(1, 2, device=device)
+    gradients = (
+        torch.ones(2, 1, 128, **ones), logs, *heads[:4], torch.ones(2, 1, 128, **ones),
+        torch.ones(1, 2, device=device), *heads[4:10], True,
+    )  # fmt: skip
     return {
         "sparse_prefill": given,
         "sparse_prefill_out": (*given, torch.zeros(2, HEADS, 512, **ones), *figures),
         "mha_prefill": heads,
         "mha_prefill_out": (*heads, *results, None),
+        "mha_prefill_backward": gradients,
+        "mha_prefill_backward_out": (*gradients, *map(torch.zeros_like, heads[:4]), None),
     }
 
 
@@ -581,6 +588,7 @@ NAMES = (
     "index_topk_out", "fetch_index_k_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
     "fetch_bytes_out", "select_topk", "select_topk_out",
     "sparse_prefill", "sparse_prefill_out", "mha_prefill", "mha_prefill_out",
+    "mha_prefill_backward", "mha_prefill_backward_out",
 )  # fmt: skip
 
 
@@ -609,7 +617,7 @@ def test_the_docstring_lists_the_schemas() -> None:
 # operators that take results, beside ``decode_out``, ``merge_out``, ... of the same code
 RARELY = (
     "sparse_decode_bf16_out", "sparse_decode_rows_out", "sparse_prefill_out", "dense_decode_out",
-    "index_topk_out",
+    "index_topk_out", "mha_prefill_backward", "mha_prefill_backward_out",
 )  # fmt: skip
 
 

@@ -480,8 +480,9 @@ def test_the_table_has_every_public_call() -> None:
     public = {n for n in snapmla.__all__ if n.islower() and not n.startswith("_")}
     public -= {"explain", "explain_prefill", "convert_cache"}  # of which the second refuses tracers
     public -= {"install_as_flash_mla"}  # no tensors
-    # traced by test_mha.py and test_sparse_prefill.py; the plan is plan_sparse_decode's
-    public -= {"mha_prefill", "sparse_prefill", "plan_sparse_prefill"}
+    # traced by test_mha.py, test_mha_gradients.py and test_sparse_prefill.py; the plan is
+    # plan_sparse_decode's
+    public -= {"mha_prefill", "mha_prefill_backward", "sparse_prefill", "plan_sparse_prefill"}
     fronts = {"flash_mla.get_mla_metadata_tensors", "flash_mla_with_kvcache"}
     assert covered == public | set(names.__all__) | fronts | {"plan.update_"}
 

@@ -509,6 +509,19 @@ def mha_whole_keys() -> Made:
     }  # fmt: skip
 
 
+def mha_prefill_backward() -> Made:
+    def call(**t: Tensor) -> Any:
+        return snapmla.mha_prefill_backward(max_seqlen_q=1, max_seqlen_k=1, **t)
+
+    return call, {
+        "dout": normal(1, 1, 128), "q": normal(1, 1, 192), "k_nope": normal(1, 1, 128),
+        "k_rope": normal(1, 1, 64), "v": normal(1, 1, 128), "out": normal(1, 1, 128),
+        "lse": torch.ones(1, 1), "dlse": torch.randn(1, 1), "cu_seqlens_q": numbers(0, 1),
+        "cu_seqlens_k": numbers(0, 1), "dq": normal(1, 1, 192), "dk_nope": normal(1, 1, 128),
+        "dk_rope": normal(1, 1, 64), "dv": normal(1, 1, 128),
+    }  # fmt: skip
+
+
 def flash_mla_varlen() -> Made:
     def call(**t: Tensor) -> Any:
         return flash_mla_names.flash_attn_varlen_func(max_seqlen_qo=1, max_seqlen_kv=1, **t)
@@ -722,7 +735,8 @@ CALLS: dict[str, Callable[[], Made]] = {
         fetch_pages, fetch_slots, fetch_chunks, convert_cache, decode, decode_rows, decode_bytes,
         sparse_decode, sparse_decode_bytes, sparse_decode_rows, two_lists, flash_mla_dense,
         flash_mla_records, snapmla_names, snapmla_pool, snapmla_fetch, merge_state, merge_stack,
-        mha_prefill, mha_whole_keys, flash_mla_varlen, flash_attention_varlen, sparse_prefill,
+        mha_prefill, mha_whole_keys, mha_prefill_backward, flash_mla_varlen,
+        flash_attention_varlen, sparse_prefill,
         sparse_prefill_fp8, append_index_k, dsa_prologue, index_logits, index_topk,
         index_topk_ragged, select_topk, fetch_index_k, deep_gemm_paged, deep_gemm_prompt,
         vllm_persistent, vllm_gather, vllm_append, decode_witness, plan_cache, context_group,

@@ -1,0 +1,161 @@
+"""Gradients of ``mha_prefill`` on a real GPU: fp64 at 4096 tokens, bits, graphs, compiled code.
+
+Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.mha import backward_workspace_size, mha_prefill, mha_prefill_backward
+from snapmla.testing.mha_grad_job import GradJob, variants
+from snapmla.testing.mha_job import MhaJob, offsets
+from snapmla.testing.workloads.mha_backward import forward_spec
+
+pytestmark = pytest.mark.gpu
+DEVICE, RUNS = "cuda", 5
+REST = 9  # rows of no sequence that a drawn job has behind its last
+
+
+def drawn(d_qk: int, lengths: Any, heads: tuple[int, int], **options: Any) -> MhaJob:
+    """Inputs, if all kernels are there or can be built here."""
+    spec = VariantSpec(op="mha_dq", d_qk=d_qk, dtype="bf16")
+    lists = VariantSpec(op="mha_items", lists="backward")
+    for needed in (forward_spec(spec), lists, *variants(spec).values()):
+        if runtime.jit_refusal() and runtime.find(needed) is None:
+            pytest.skip(f"{needed.name} is not built, and nothing compiles here")
+    torch.manual_seed(1)
+    given = (*lengths, *heads)
+    return MhaJob.draw(forward_spec(spec), *given, device=DEVICE, **options)
+
+
+def call_of(job: MhaJob) -> dict[str, Any]:
+    """Arguments of ``mha_prefill``; rows are leaves."""
+    rows = {"q": job.q, **dict(zip(("k_nope", "k_rope"), job.ks)), "v": job.v}
+    return {
+        **{n: x.clone().requires_grad_() for n, x in rows.items()},
+        "cu_seqlens_q": offsets(job.lq).to(DEVICE), "cu_seqlens_k": offsets(job.lk).to(DEVICE),
+        "max_seqlen_q": max(job.lq), "max_seqlen_k": max(job.lk), "causal": job.causal,
+    }  # fmt: skip
+
+
+def gradients(call: dict[str, Any], dout: Tensor, dlse: Tensor | None) -> Any:
+    """((out, lse), gradients by name)."""
+    made = mha_prefill(**call)
+    names = [n for n in ("q", "k_nope", "k_rope", "v") if n in call]
+    pairs = [(x, g) for x, g in zip(made, (dout, dlse)) if g is not None]
+    found = torch.autograd.grad(
+        [x for x, _ in pairs], [call[n] for n in names], [g for _, g in pairs]
+    )
+    return made, {f"d{n}": g for n, g in zip(names, found)}
+
+
+@pytest.mark.parametrize(("lengths", "heads"), [
+    (((4096, 4096), (4096, 4096)), (4, 4)), (((4096,), (4096,)), (8, 2)),
+    (((512, 0, 1300, 1), (700, 40, 1300, 0)), (64, 64)),  # RoPE channels of four heads a sum
+])  # fmt: skip
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d_qk", [192, 128])
+def test_gradients(d_qk: int, causal: bool, lengths: Any, heads: tuple[int, int]) -> None:
+    """NaN behind the last sequence, whose rows get 0; an LSE's gradient with the causal rule."""
+    job = drawn(d_qk, lengths, heads, causal=causal)
+    given = GradJob.of(job, lse_too=causal)
+    (out, lse), grads = gradients(call_of(job), given.dout, given.dlse)
+    for name, x in grads.items():
+        assert not x[-REST:].any(), name
+        x[-REST:] = math.nan
+    errors = replace(given, out=out.detach(), lse=lse.detach()).errors(grads)
+    assert errors.right, str(errors)
+
+
+def test_bits() -> None:
+    """Five runs, and the second of two sequences alone."""
+    job = drawn(192, ((3000, 2048), (3000, 2500)), (16, 16))
+    dout = torch.randn(len(job.q), 16, 128, device=DEVICE).bfloat16()
+    found = [gradients(call_of(job), dout, None)[1] for _ in range(RUNS)]
+    for each in found[1:]:
+        assert all(torch.equal(x, found[0][name]) for name, x in each.items())
+    rows, keys = slice(3000, 5048), slice(3000, 5500)
+    alone = replace(
+        job, q=job.q[rows], ks=tuple(k[keys] for k in job.ks), v=job.v[keys], lq=(2048,), lk=(2500,)
+    )
+    for name, x in gradients(call_of(alone), dout[rows], None)[1].items():
+        assert torch.equal(x, found[0][name][rows if name == "dq" else keys]), name
+
+
+def loss_of(job: MhaJob) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """(a scalar of q, k_nope, k_rope and v, these)."""
+    call = call_of(job)
+    names = ("q", "k_nope", "k_rope", "v")
+    where = {n: x for n, x in call.items() if n not in names}
+
+    def of(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor) -> Tensor:
+        out, lse = mha_prefill(q, k_nope, v, k_rope=k_rope, **where)
+        return (out[:-REST].float() ** 2).sum() + lse[:, :-REST].sum()
+
+    return of, [call[n] for n in names]
+
+
+def grads_of(function: Callable[..., Tensor], rows: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(function(*rows), rows)
+
+
+def test_compiled_and_checkpointed() -> None:
+    """One graph, or a forward again: the same bits."""
+    function, rows = loss_of(drawn(192, ((700, 300), (700, 300)), (8, 8)))
+    want = grads_of(function, rows)
+
+    def again(reentrant: bool) -> Callable[..., Tensor]:
+        return lambda *given: checkpoint(function, *given, use_reentrant=reentrant)
+
+    for way in (torch.compile(function, fullgraph=True), again(True), again(False)):
+        got = grads_of(way, rows)
+        assert all(torch.equal(x, y) for x, y in zip(got, want))
+
+
+def test_a_graph_holds_forward_and_backward() -> None:
+    """Replayed over other numbers: the bits of eager calls."""
+    function, rows = loss_of(drawn(192, ((700, 300), (700, 300)), (8, 8)))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        grads_of(function, rows)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = grads_of(function, rows)
+    for _ in range(2):
+        with torch.no_grad():
+            for x in rows:
+                x[:-REST].normal_()
+        graph.replay()
+        got = [x.clone() for x in held]
+        assert all(torch.equal(x, y) for x, y in zip(got, grads_of(function, rows)))
+
+
+def test_memory_is_what_is_counted() -> None:
+    """Gradients and the workspace, nothing else."""
+    job = drawn(192, ((2048, 2048), (2048, 2048)), (64, 64))
+    call: dict[str, Any] = {
+        n: x.detach() if isinstance(x, Tensor) else x for n, x in call_of(job).items()
+    }
+    out, lse = mha_prefill(**call)
+    dout = torch.randn_like(out)
+    for _ in range(2):  # kernels are loaded by the first
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        grads = mha_prefill_backward(dout, out=out, lse=lse, **call)
+        took = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+        results = sum(x.nbytes for x in grads if x is not None)
+        del grads
+    assert took == results + 4 * backward_workspace_size(len(job.q), len(job.v), 2, 64, 64)
