@@ -104,7 +104,7 @@ class Given:
             return None
 
         def replay() -> None:
-            _ = held, q, k, v, dout  # a graph knows addresses alone
+            _ = held, out, q, k, v, dout  # a graph knows addresses alone
             graph.replay()
 
         return replay
