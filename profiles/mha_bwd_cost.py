@@ -53,6 +53,7 @@ from snapmla.testing.mha_job import MhaJob, offsets
 Call = Callable[[], Any]
 ROUNDS, ROUND_MS = 5, 25.0
 RUNS, TINY, REPEATS = 5, 2048, 10  # a graph of few tokens holds so many calls
+MANY_HEADS = 64
 DEVICE = "cuda"
 
 
@@ -284,12 +285,14 @@ def in_turn(calls: dict[str, Call], round_ms: float) -> dict[str, list[float]]:
 
 
 def kinds_of(shape: Shape, every: bool = False) -> list[tuple[str, int, int]]:
-    """(label, RoPE heads, KV heads of a CTA's sum): RoPE channels apart, of 4 heads a sum; each
-    head's own; ``every``: also of 1 and 8 heads a sum."""
+    """(label, RoPE heads, KV heads of a CTA's sum): RoPE channels apart, of 4 heads a sum where
+    there are heads enough for all CTAs; each head's own; ``every``: also of other sums."""
     if shape.d_qk == 128:
         return [("one K", 1, 1)]
-    shared = [(f"shared, {n}", 1, n) for n in ((4, 1, 8) if every else (4,))]
-    return [*shared, ("own", shape.kv_heads or shape.heads, 1)]
+    heads = shape.kv_heads or shape.heads
+    few = 4 if heads >= MANY_HEADS else 1
+    shared = [(f"shared, {n}", 1, n) for n in ((few, 5 - few, 8) if every else (few,))]
+    return [*shared, ("own", heads, 1)]
 
 
 def gates_of(shape: Shape) -> dict[str, tuple[tuple[str, ...], float]]:
@@ -434,11 +437,22 @@ def two_shapes(say: Callable[[str], None], peers: FlashAttention4) -> None:
         torch.cuda.empty_cache()
 
 
-def times(say: Callable[[str], None], peers: FlashAttention4) -> None:
+def gemm(say: Callable[[str], None]) -> None:
+    """cuBLAS' rate: two kernels make 1.385 times the products of one that is fused."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    found = in_turn({"cuBLAS": lambda: torch.mm(a, b.t(), out=out)}, ROUND_MS)["cuBLAS"]
+    rate = 2.0 * 8192**3 / median(found) * 1e-6
+    say(f"cuBLAS 8192^3 {rate:.0f} TF: of ours 192/128 at most {rate / 1.385:.0f} TF")
+
+
+def times(say: Callable[[str], None], peers: FlashAttention4, only: Sequence[int] = ()) -> None:
     """Of the shapes, the one that most decides first."""
+    gemm(say)
     for at, shape in enumerate(shapes()):
-        row(shape, say, peers, every=at == 0)
-        torch.cuda.empty_cache()
+        if at in only or not only:
+            row(shape, say, peers, every=at == 0 and not only)
+            torch.cuda.empty_cache()
 
 
 def layer_calls(shape: Shape, peers: FlashAttention4) -> dict[str, Call]:
@@ -489,13 +503,14 @@ def layers(say: Callable[[str], None], peers: FlashAttention4) -> None:
 
 
 RIGHT = {"small": small, "large": large, "bits": bits}
-TIMES = {"time": times, "two": two_shapes, "layer": layers}
+TIMES = {"two": two_shapes, "layer": layers}
 
 
 def main(
     out: Annotated[Path, typer.Option(help="directory of the table")] = Path("profiles/results"),
     parts: Annotated[str, typer.Option(help="by commas")] = "small,large,bits,time,layer",
     peers: Annotated[Path | None, typer.Option(help="FlashAttention-4's libraries")] = None,
+    only: Annotated[str, typer.Option(help="rows of the times, by number and commas")] = "",
 ) -> None:
     """Prints each line, and writes ``mha_bwd.txt``."""
     lines: list[str] = [torch.cuda.get_device_name(), f"torch {torch.__version__}"]
@@ -512,6 +527,8 @@ def main(
         try:
             if part in RIGHT:
                 RIGHT[part](say)
+            elif part == "time":
+                times(say, fa4, [int(x) for x in only.split(",") if x])
             else:
                 TIMES[part](say, fa4)
         except Exception as error:  # what the other parts tell is wanted all the same

@@ -37,11 +37,12 @@ def test_a_replay_holds_the_tensors_of_its_call(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_shapes_have_kinds() -> None:
-    """Workspace of the first one: RoPE channels of four heads in a sum, 64 bytes a head."""
+    """RoPE channels of four heads in a sum where there are many: a fourth of the workspace."""
     for shape in mha_bwd_cost.shapes():
-        kinds = mha_bwd_cost.kinds_of(shape)
-        assert kinds[0][2] == (4 if shape.d_qk == 192 else 1)
-        assert len({label for label, _, _ in kinds}) == len(kinds)
+        for every in (False, True):
+            kinds = mha_bwd_cost.kinds_of(shape, every)
+            assert kinds[0][2] == (4 if shape.d_qk == 192 and shape.heads == 128 else 1)
+            assert len({label for label, _, _ in kinds}) == len(kinds)
 
 
 def test_a_gate_is_to_the_faster_peer_of_each_round() -> None:
