@@ -47,7 +47,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import prove_keys
 from profiles.bench import commit
 from profiles.explained import EXPLAINED, EXPLAINED_OF, EXPLAINED_SM100
-from profiles.prove_asked import ASKED, ASKED_BLACKWELL, BESIDE
+from profiles.prove_asked import ASKED, ASKED_BLACKWELL, ASKED_FEW, BESIDE
 from profiles.prove_book import STUDIED, Book, Outcome, carried
 from profiles.prove_keys import EXPLANATIONS, ROLES, Command, Step, step
 
@@ -107,6 +107,7 @@ def steps() -> list[Step]:
     asked = [VariantSpec.from_name(name) for name in (*ASKED, *BESIDE)]
     found += [_schedules(spec) for spec in asked if spec not in chosen]
     found += [_mutants(spec) for spec in asked]
+    found += [_schedules(VariantSpec.from_name(name), FEW) for name in ASKED_FEW]
     waiting = [VariantSpec.from_name(name) for name in ASKED_BLACKWELL]
     found += [_schedules(spec) for spec in waiting] + [_mutants(spec) for spec in waiting]
     found += [_sample(name, k + 1, blackwell) for name in SAMPLES for k in range(SAMPLES[name][1])]

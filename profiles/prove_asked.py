@@ -20,6 +20,11 @@ ASKED = (
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_planar_sm90a",
     "sparse_decode_mix16_r16_obf16_kvfp8_v41_rows_sm90a", "sparse_decode_mix8_r64_obf16_sm90a",
 )  # fmt: skip
+# Of the same with fp16, which differ from them in conversions alone: under few schedules.
+ASKED_FEW = (
+    "mha_delta_df16_sm90a", "mha_dq_d192_df16_sm90a", "mha_dkv_d192_df16_sm90a",
+    "mha_dq_d128_df16_sm90a", "mha_dkv_d128_df16_sm90a", "mha_rope_sum_df16_sm90a",
+)  # fmt: skip
 # Likewise of SM100: kernels that wait for a card's clock.
 ASKED_BLACKWELL = (
     "sparse_decode_ws_r64_obf16_gather4_sm100a", "mha_fwd_d192_dbf16_turns_sm100a",

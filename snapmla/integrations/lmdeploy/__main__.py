@@ -1,4 +1,4 @@
-"""``python -m snapmla.integrations.lmdeploy``: will LMDeploy of this installation run on snapmla?"""
+"""``python -m snapmla.integrations.lmdeploy``: will this installation's LMDeploy run on snapmla?"""
 
 from __future__ import annotations
 
