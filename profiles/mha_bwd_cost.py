@@ -11,8 +11,8 @@ layer    forward and backward from kv_b_proj's output on, beside a concatenated 
 
 Peers take K as one tensor with a head's own RoPE channels; ours takes them apart, of one head that
 all share (``together`` heads of a CTA's sum), or each head's own.  As in profiles.tables.mha_cost
-only ratios of one table hold.  TF counts 2 (3 d_qk + 2 d_v) FLOP a pair that is seen and head.  A gate
-is a ratio to the faster one of the peers; one missed by less than 2 % counts as met.
+only ratios of one table hold.  TF counts 2 (3 d_qk + 2 d_v) FLOP a pair that is seen and head.  A
+gate is a ratio to the faster one of the peers; one missed by less than 2 % counts as met.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from codegen.artifacts import write_atomic
 from dsl_kernels.mha_grads import rope_groups, stats_blocks
 from dsl_kernels.mha_list import most_tiles, workspace_words
 from dsl_kernels.spec import VariantSpec
-from profiles.tables import mha_cost
 from profiles.mha_bwd_peers import FlashAttention4, Given
+from profiles.tables import mha_cost
 from profiles.tables.mha_cost import Shape
 from snapmla import runtime
 from snapmla.mha import mha_prefill

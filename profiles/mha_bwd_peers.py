@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from profiles.mha_cost import Shape
+from profiles.tables.mha_cost import Shape
 
 Call = Callable[[], Any]
 BACKWARD = "FlashAttentionBackward"
