@@ -11,7 +11,7 @@ readers: a commit frees Q, K and V.
     seen     softmax warps -> clearing warp          likewise: they have read it
     s        MMAs -> softmax of the turn             2, a warpgroup each
     p        its 4 warps -> issuer                   2: P is stored, O is in its frame
-    o        MMAs -> the same softmax                2: P.V is complete
+    o        MMAs -> the same softmax                2: a work tile's last P.V of the turn is complete
     ofree    softmax warps -> issuer                 O of a work tile is read
 
 Issue order is S x, P.V x - 1, S x + 1 ...: S x lies where P x - 2 was, and comes behind P.V x - 2
@@ -126,7 +126,8 @@ class Products:
                     if x < n:
                         self._scores(st, operands, kc + x, x, n)
                     if x > 0:
-                        phases = self._products(st, operands, kc, x - 1, cleared, done, phases)
+                        at = x - 1, n, kc, done
+                        phases = self._products(st, operands, at, cleared, phases)
                 if (again != 0) & (cleared > 0):
                     self.loads.found.arrive_full_if(st, 0, cute.arch.lane_idx() == 0)
                 kc += n
@@ -164,9 +165,13 @@ class Products:
                 FORM.commit(self.loads.q.empty_barrier(st, 0))
 
     @cute.jit
-    def _products(self, st, operands, kc, y, cleared, done, phases):
-        """P.V of a work tile's ``y``-th tile; the phases behind it."""
-        tmem, _, _, v = operands
+    def _products(self, st, operands, at, cleared, phases):
+        """P.V of the ``done``-th work tile's ``y``-th tile of ``n``; the phases behind it.
+
+        Softmax waits for the turn's last alone: a phase that nobody waited for would let it read O
+        one product early, where commits arrive out of order.
+        """
+        (tmem, _, _, v), (y, n, kc, done) = operands, at
         turn, use = y % TURNS, kc + y
         slot = use % STAGES
         self.loads.v.wait_full(st, slot, (use // STAGES) & 1)
@@ -183,7 +188,8 @@ class Products:
                 tmem + O_AT + turn * self.d_v, tmem + S_AT + turn * TILE + P_AT,
                 umma.advance(v, slot * (2 * TILE * self.d_v)), y >= TURNS,
             )  # fmt: skip
-            FORM.commit(self.loads.o.full_barrier(st, turn))
+            if y + TURNS >= n:
+                FORM.commit(self.loads.o.full_barrier(st, turn))
             FORM.commit(self.loads.v.empty_barrier(st, slot))
         return phases
 

@@ -62,7 +62,7 @@ class Softmax:
         mine, number = warp * 32 + lane, turn * WARPS + warp
         at = umma.lanes_of(tmem, warp)
         running = cute.make_rmem_tensor((2,), Float32)  # frame, sum
-        own, done, finds = Int32(0), Int32(0), Int32(0)
+        own, ended, done, finds = Int32(0), Int32(0), Int32(0), Int32(0)
         self.loads.hidden.reset(st, number)
         count = Int32(0)
         head, q0, s_q, s_k, m, again = self.loads.notes.read(st, count)  # none is taken again yet
@@ -83,9 +83,10 @@ class Softmax:
                 self.loads.found.wait_full(st, 0, finds & 1)
                 finds += 1
             who = (head, q0, s_q, row, mine, limit)
-            bad = self.finish(st, at, results, running, who, (turn, own, n, done), hides)
+            bad = self.finish(st, at, results, running, who, (turn, ended, n, done), hides)
             bad = cute.arch.vote_any_sync(bad) & (causal != 0) & (again == 0) & (whole < n)
             self.loads.hidden.tell(st, count, number, bad)
+            ended = ended + Int32(turn < n)
             done = done + Int32(n > 0)
             count, head, q0, s_q, s_k, m, again = following(st, count, number)
 
@@ -147,7 +148,7 @@ class Softmax:
         """A row of both turns to memory, half of its channels; returns whether one of these is not
         finite that the row's sum does not explain."""
         head, q0, s_q, row, mine, limit = who
-        turn, own, n, done = counts
+        turn, ended, n, done = counts
         out, _ = results
         share, looked = self.d_v // 2, Uint32(0)
         factors = cute.make_rmem_tensor((2,), Float32)
@@ -155,7 +156,7 @@ class Softmax:
         total = Float32(0.0)
         if n > 0:
             if turn < n:  # it had tiles
-                self.loads.o.wait_full(st, turn, (own - 1) & 1)
+                self.loads.o.wait_full(st, turn, ended & 1)
             total = self._merge(st, running, mine, turn, done & 1, limit, factors)
         self._write_lse(results, running, total, who, turn)
         for c in cutlass.range_constexpr(0, share, CHUNK):
