@@ -11,7 +11,7 @@ readers: a commit frees Q, K and V.
     seen     softmax warps -> clearing warp          likewise: they have read it
     s        MMAs -> softmax of the turn             2, a warpgroup each
     p        its 4 warps -> issuer                   2: P is stored, O is in its frame
-    o        MMAs -> the same softmax                2: a work tile's last P.V of the turn is complete
+    o        MMAs -> the same softmax                2: the turn's last P.V is complete
     ofree    softmax warps -> issuer                 O of a work tile is read
 
 Issue order is S x, P.V x - 1, S x + 1 ...: S x lies where P x - 2 was, and comes behind P.V x - 2
