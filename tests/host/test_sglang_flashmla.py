@@ -386,6 +386,32 @@ def test_rows_of_16_bits(hooked: Found) -> None:
 
 
 @needs_compiler
+@pytest.mark.whole_matrix
+def test_prompts_of_v4(hooked: Found) -> None:
+    """The call that V4's prefill ends in, over its own names."""
+    file = text() / sglang_calls.ATTENTION / "deepseek_v4_backend.py"
+    (call,) = (
+        node for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == BOTH[1]
+    )  # fmt: skip
+    tokens, heads, rows = 3, 64, 160
+    r = torch.Generator().manual_seed(0)
+    kv = (torch.randn(rows, 1, 512, generator=r) / 10).bfloat16()
+    lists, lengths = calls.lists_of(tokens, 128, rows, 1), torch.tensor([128, 40, 1]).int()
+    lists[2, 0] = 5
+    space = {
+        BOTH[1]: hooked.names.flash_mla_sparse_fwd, "kv": kv, "combined_indices": lists,
+        "q_flat": torch.randn(tokens, heads, 512, generator=r).bfloat16(),
+        "combined_lens": lengths, "attn_sink": torch.randn(heads, generator=r),
+        "self": types.SimpleNamespace(softmax_scale=512**-0.5, head_dim_v=512),
+    }  # fmt: skip
+    out, *_ = eval(compile(ast.Expression(call), file.name, "eval"), space)
+    listed: list[Any] = [(kv[:, 0].double(), lists, lengths)]
+    calls.check(out, calls.truth(space["q_flat"], listed, 512**-0.5, space["attn_sink"])[0])
+    assert flashmla.calls() == 1
+
+
+@needs_compiler
 def test_the_first_call_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
