@@ -251,7 +251,8 @@ class Names:
     def _in_class(self, owner: str, member: str) -> bool:
         if owner not in self.members:
             return True  # a base of somebody else's
-        inherited = any(self._in_class(base, member) for base in self.bases[owner])
+        bases = self.bases[owner] - {owner}  # of the same name in another module
+        inherited = any(self._in_class(base, member) for base in bases)
         return member in self.members[owner] or inherited
 
     def _in_module(self, module: str, parts: list[str]) -> bool:
