@@ -2,6 +2,7 @@
 
 # Variants that are built when they are asked for, not by default: studied all the same.
 ASKED = (
+    "decode_dual_wg_r64_p64_obf16_sm90a",
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
     "mha_merge_obf16_v256_sm90a", "mha_items_backward_sm90a", "mha_delta_dbf16_sm90a",
     "mha_dq_d192_dbf16_sm90a", "mha_dkv_d192_dbf16_sm90a", "mha_dq_d128_dbf16_sm90a",

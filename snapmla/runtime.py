@@ -525,10 +525,14 @@ def _missing(spec: VariantSpec, refusal: str) -> str:
     refused = [place.refused for place in env.places() if place.refused is not None]
     hint += "".join(f"; {reason}" for reason in refused)
     looked = ", ".join(str(d) for d in env.variant_dirs() if d.is_dir()) or "no directory"
-    return (
+    said = (
         f"variant {spec.name} is not built and {refusal}{hint} (looked in {looked}); `python -m "
         f"codegen build {spec.name}` builds it where the compiler is"
     )
+    points = spec.family.points(spec.arch)
+    if spec not in (VariantSpec(op=spec.op, arch=spec.arch, **values) for values in points):
+        said += f"; no default wheel has it: make wheels FILTER={spec.name.rpartition('_')[0]}"
+    return said
 
 
 def nearest(spec: VariantSpec) -> str | None:

@@ -142,6 +142,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     record = {"units": cost.units, "compiling": round(compiling, 1), "files": _rounded(by_file)}
     written = artifacts.ROOT / "build" / "test-seconds.json"  # for profiles.baseline
     artifacts.write_atomic(written, json.dumps(record, indent=1) + "\n")
+    terminalreporter.write_line(calibration.shares(by_file, compiling))
     most = ", ".join(f"{name} {seconds:.0f}" for name, seconds in by_file.most_common(20))
     terminalreporter.write_line(f"CPU seconds of the files that took most: {most}")
     if late := _compiled_since(since):

@@ -60,3 +60,11 @@ def test_the_target_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_work_takes_time() -> None:
     assert 0.005 < calibration.work() < 2
+
+
+def test_shares_of_packages() -> None:
+    found = {"tests/host/test_a.py": 30.0, "tests/host/test_b.py": 10.0, "tests/test_c.py": 10.0,
+             "tests/softgpu/test_d.py": 0.0, "": 0.0}  # fmt: skip
+    assert calibration.shares(found, 50.0) == (
+        "CPU seconds by package: compiling 50 (50%), host 40 (40%), tests 10 (10%)"
+    )

@@ -40,7 +40,7 @@ FP8_DECODE = DecodeOp(
         ),
         "dual_wg": Features(
             (64, 128), "it puts rows on the MMA's M = 64", "Algorithm 1 of the SnapMLA paper",
-            PAGE_SIZES,
+            PAGE_SIZES, asked=True,
         ),
         "f16": Features(  # its sums of P.V grow in the tensor core over a whole item
             TILES_OF["f16"], "more rows are several blocks",

@@ -19,6 +19,7 @@ from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.families.fp8_decode import (
     DEFAULT_PAGES,
+    ON_REQUEST,
     PAGE_SIZES,
     ROW_TILES,
     TILES_OF,
@@ -31,7 +32,8 @@ from tests.support import variants
 
 def decodes_of(arch: str) -> int:
     """Points of its default matrix."""
-    tiles = {pipeline: TILES_OF.get(pipeline, ROW_TILES) for pipeline in pipelines_of(arch)}
+    own = (pipeline for pipeline in pipelines_of(arch) if pipeline not in ON_REQUEST)
+    tiles = {pipeline: TILES_OF.get(pipeline, ROW_TILES) for pipeline in own}
     points = sum(len(DEFAULT_PAGES[pipeline]) * len(tiles[pipeline]) for pipeline in tiles)
     return points * len(OUT_DTYPE.values)
 
@@ -79,7 +81,7 @@ def test_reasons() -> None:
     for point in points:
         assert point.reason is None or len(point.reason) > 10
     by_name = {p.spec.name: p.reason for p in points}
-    assert "M = 64" in (by_name["decode_dual_wg_r16_p64_obf16_sm90a"] or "")
+    assert "M = 64" in str(registry.feasible(decode_spec("dual_wg", 16, 64, "bf16")))
     for row_tile in ROW_TILES:
         for page_size in PAGE_SIZES:
             spec = decode_spec("etap", row_tile, page_size, "bf16")
@@ -157,9 +159,10 @@ def test_commands_refuse_a_filter_with_a_part_too_many(command: str) -> None:
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
 def test_command_prints_counts_and_reasons() -> None:
+    asked = "decode_dual_wg_r16_p64_obf16"
+    assert "M = 64" in CliRunner().invoke(app, ["matrix", "--filter", asked]).output
     result = CliRunner().invoke(app, ["matrix", "--filter", "decode_*"])
     assert result.exit_code == 0, result.output
-    assert "M = 64" in result.output
     total = next(line for line in result.output.splitlines() if "total" in line)
     numbers = [int(x) for x in total.replace("│", " ").split() if x.isdigit()]
     assert sum(numbers) == decodes_of("sm_90a")
@@ -422,6 +425,14 @@ def test_the_switch_takes_the_whole_matrix() -> None:
         assert set(found) == names and len(found) == len(names)
         marked = "test_lengths_beyond_the_block_table_end_with_it[dual_wg-64-16-3-cpu]"
         assert (marked in done.stdout) == bool(switch)
+
+
+@pytest.mark.parametrize("pipeline", ON_REQUEST)
+def test_what_is_built_on_request(pipeline: str) -> None:
+    """No default wheel has it; a filter that spells a variant out names it."""
+    spec = decode_spec(pipeline, 64, 64, "bf16")
+    assert spec not in matrix.default_specs(spec.arch, ask_kernels=False)
+    assert matrix.selected(spec.arch, spec.name.removesuffix("_sm90a")) == ([spec], [])
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")

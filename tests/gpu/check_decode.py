@@ -784,7 +784,7 @@ def write_report(run: Run, folder: Path, stem: str, seconds: float) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Correctness of decode on a GPU, with gates.")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), help=f"some of {PARTS}")
-    parser.add_argument("--pipelines", nargs="+", default=["etap", "dual_wg"])
+    parser.add_argument("--pipelines", nargs="+", default=["etap"])
     folder = Path(os.environ.get("OUT", "build/check"))
     parser.add_argument("--out", type=Path, default=folder, help="folder of results ($OUT)")
     parser.add_argument(

@@ -519,6 +519,19 @@ def test_high_accuracy_that_is_not_built_says_how(folder: Path, no_jit: None) ->
         runtime.find_or_build(spec, need_library=True)
 
 
+@pytest.mark.parametrize("pipeline", ["etap", "dual_wg"])
+def test_what_is_built_on_request_names_its_filter(
+    folder: Path, no_jit: None, pipeline: str
+) -> None:
+    """And only that: a filter for what every wheel has would help nobody."""
+    spec = dispatch.choose(torch.device("cpu"), 64, 1, 64, pipeline=pipeline)
+    with pytest.raises(VariantError) as caught:
+        runtime.find_or_build(spec, need_library=True)
+    asked = "no default wheel has it: make wheels FILTER=decode_dual_wg_r64_p64_obf16"
+    assert str(caught.value).endswith(asked) == (pipeline == "dual_wg")
+    assert ("FILTER" in str(caught.value)) == (pipeline == "dual_wg")
+
+
 def test_no_architecture_of_the_software_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm90")
     runtime.arch_of.cache_clear()

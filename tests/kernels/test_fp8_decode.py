@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import snapmla
+from dsl_kernels.spec import decode_spec
 from snapmla import checks, metrics
 from snapmla.reference import FP64, MIMIC_HW_FULL, QuantConfig, mla_decode_reference
 from snapmla.testing.comparison import FP32_SLACK, MIMIC_FACTOR
 from tests.support.needs import DEVICES, needs_kernels
+from tests.support.rows import skip_unbuilt
 
 pytestmark = needs_kernels
 # (pipeline, heads): few rows (S^T), many rows (S), Algorithm 1
@@ -43,6 +45,8 @@ def run(
         lengths, heads, q.nope.shape[1], page_size=page_size, max_pages=pages, num_parts=parts,
         pipeline=pipeline,
     )  # fmt: skip
+    out = "f32" if out_dtype == torch.float32 else "bf16"
+    skip_unbuilt(decode_spec(pipeline, plan.row_tile, page_size, out), device)
     return snapmla.decode(
         q, cache, table, lengths, softmax_scale=softmax_scale, plan=plan, out_dtype=out_dtype
     )

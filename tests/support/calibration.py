@@ -18,7 +18,8 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,3 +186,18 @@ def _multiply_tiles(steps: int) -> None:
         top = np.maximum(np.abs(products).max(-1), np.float32(1))
         products *= (np.float32(8192) / top)[:, :, None]
         acc += np.trunc(products, out=products).sum(-1, dtype=np.float32)
+
+
+def shares(by_file: Mapping[str, float], compiling: float) -> str:
+    """One line: compiling and each package's tests in CPU seconds, and what part of all they are.
+
+    Args:
+        by_file: CPU seconds by test file, such as ``tests/host/test_cache.py``.
+    """
+    found = Counter[str](compiling=compiling)  # type: ignore[arg-type]
+    for file, seconds in by_file.items():
+        folders = file.split("/")[1:-1]
+        found[folders[0] if folders else "tests"] += seconds
+    total = sum(found.values()) or 1.0
+    told = (f"{name} {n:.0f} ({n / total:.0%})" for name, n in found.most_common() if n)
+    return f"CPU seconds by package: {', '.join(told)}"

@@ -24,10 +24,10 @@ from snapmla.decode_plan import DecodePlan
 
 PAGE, TOPK, UNWRITTEN = 64, 64, 99.0
 KINDS = (
-    "fp8", "fp8 by dual_wg", "fp8 by f16", "bf16", "bf16 of two KV heads", "records", "sparse",
+    "fp8", "fp8 by f16", "bf16", "bf16 of two KV heads", "records", "sparse",
     "sparse records",
 )  # fmt: skip
-PIPELINES = {"fp8 by dual_wg": ("dual_wg", 64), "fp8 by f16": ("f16", 16)}  # with row tiles
+PIPELINES = {"fp8 by f16": ("f16", 16)}  # with row tiles
 RECORDS = "fp8_ds_mla"
 OUT, LSE = 0.04, 2e-3  # e4m3 weights of few tokens add up to 1 within OUT; of the LSE, absolute
 
