@@ -33,7 +33,7 @@ import typer
 
 from codegen import artifacts, digests
 from codegen.artifacts import ROOT, write_atomic
-from profiles.bench import commit
+from profiles.page import commit
 
 RECORD = ROOT / "profiles" / "results" / "baseline.json"
 IDS = RECORD.with_name("baseline-tests.txt.xz")

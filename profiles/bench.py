@@ -12,9 +12,6 @@ backends, ``profiles.shapes`` for shapes and presets.
 from __future__ import annotations
 
 import datetime
-import os
-import shlex
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +22,7 @@ import typer
 from profiles import report as reports
 from profiles import roofline, shapes, supervise, tables
 from profiles.device import require_cuda
+from profiles.page import command_line, commit
 from profiles.roofline import FORMATS, Card, Ceilings, Energies
 from profiles.shapes import DecodeShape, Shape
 from profiles.supervise import RunConfig
@@ -50,34 +48,6 @@ def select(presets: list[str], labels: list[str]) -> list[Shape]:
     if not chosen:
         raise ValueError("nothing to run: give a preset or --shape")
     return list(dict.fromkeys(chosen))
-
-
-def commit() -> str:
-    """The checkout's commit, with ``-dirty``; ``SNAPMLA_COMMIT`` where there is no git."""
-    if os.environ.get("SNAPMLA_COMMIT"):
-        return os.environ["SNAPMLA_COMMIT"]
-    try:
-        command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-        done = subprocess.run(
-            command, cwd=supervise.ROOT, capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
-def command_line(arguments: list[str], program: str = "-m profiles.bench") -> str:
-    """The command of this run, without folders, which differ from machine to machine."""
-    kept: list[str] = []
-    skip = False
-    for word in arguments:
-        if skip or word.startswith(("--out=", "--peers=")):
-            skip = False
-        elif word in ("--out", "--peers"):
-            skip = True
-        else:
-            kept.append(word)
-    return shlex.join(["python", *program.split(), *kept])
 
 
 def plan_lines(chosen: list[Shape], card: Card) -> list[str]:

@@ -28,7 +28,7 @@ import typer
 from codegen import wheels
 from codegen.artifacts import ROOT, default_dir, write_atomic
 from dsl_kernels.spec import VariantSpec, decode_spec
-from profiles.bench import commit
+from profiles.page import commit
 
 RESULTS = ROOT / "profiles" / "results"
 JOB = Path(__file__).with_name("environment_job.py")

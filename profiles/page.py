@@ -4,16 +4,44 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from codegen.artifacts import write_atomic
-from profiles.bench import command_line, commit
+from codegen.artifacts import ROOT, write_atomic
 
 # Of a machine (``profiles.machine``), on pages of times
 FACTS = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
+
+
+def commit() -> str:
+    """The checkout's commit, with ``-dirty``; ``SNAPMLA_COMMIT`` where there is no git."""
+    if os.environ.get("SNAPMLA_COMMIT"):
+        return os.environ["SNAPMLA_COMMIT"]
+    try:
+        command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def command_line(arguments: list[str], program: str = "-m profiles.bench") -> str:
+    """The command of this run, without folders, which differ from machine to machine."""
+    kept: list[str] = []
+    skip = False
+    for word in arguments:
+        if skip or word.startswith(("--out=", "--peers=")):
+            skip = False
+        elif word in ("--out", "--peers"):
+            skip = True
+        else:
+            kept.append(word)
+    return shlex.join(["python", *program.split(), *kept])
 
 
 def told(facts: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -45,8 +45,8 @@ from dsl_kernels import registry
 from dsl_kernels.families import ARCHS, DECODE
 from dsl_kernels.spec import VariantSpec
 from profiles import prove_keys
-from profiles.bench import commit
 from profiles.explained import EXPLAINED, EXPLAINED_OF, EXPLAINED_SM100
+from profiles.page import commit
 from profiles.prove_asked import ASKED, ASKED_BLACKWELL, ASKED_FEW, BESIDE
 from profiles.prove_book import STUDIED, Book, Outcome, carried
 from profiles.prove_keys import EXPLANATIONS, ROLES, Command, Step, step

@@ -400,7 +400,7 @@ def main(
     require_cuda()
     import torch
 
-    from profiles.bench import commit
+    from profiles.page import commit
     from snapmla import runtime
 
     asked = tools.split(",")

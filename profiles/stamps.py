@@ -37,8 +37,8 @@ from codegen.artifacts import write_atomic
 from dsl_kernels.spec import VariantSpec, decode_spec
 from dsl_kernels.stamp import WORDS, Stamp
 from profiles import roofline, timing
-from profiles.bench import command_line, commit
 from profiles.machine import machine
+from profiles.page import command_line, commit
 from profiles.pools import Latents, SnapPool, fill
 from profiles.shapes import DecodeShape, parse
 from snapmla import attention, runtime

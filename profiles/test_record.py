@@ -168,7 +168,7 @@ def main(
     import torch
 
     from profiles import timing, worker
-    from profiles.bench import commit
+    from profiles.page import commit
 
     try:
         tally = read(xml)

@@ -764,7 +764,7 @@ def main(
 ) -> None:
     """Apply each mutant to a copy of the packages: does a test of its module fail?"""
     from codegen.artifacts import default_dir
-    from profiles.bench import commit
+    from profiles.page import commit
 
     chosen = [m for m in MUTANTS if not files or m.file in files]
     if not chosen:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from codegen.artifacts import write_atomic
-from profiles.bench import commit
 from profiles.engine import spec, truth, v32
 from profiles.engine.spec import Case
+from profiles.page import commit
 
 CASE = (sys.executable, "-m", "profiles.engine.case")
 # Attention backend and cache dtype by name; vLLM 0.26 knows plugins' backends as CUSTOM.

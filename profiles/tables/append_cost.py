@@ -148,11 +148,11 @@ class Layer(table.Problem):
 
     def __init__(self, shared: Shared, shape: tuple[int, int]) -> None:
         (self.requests, self.tokens), (makes, device) = shape, shared
-        topk = dsa_cost.ours(dsa_cost.Problem.of(self.requests, self.tokens, "normal"), True)
+        scores = dsa_cost.Problem.of(self.requests, self.tokens, "normal", device=device)
         self.given = sized(spec_of(ROWS656), Sizes(1, self.requests), device.type, 0)
         made = {name: make(ROWS656, self.given) for name, make in makes.items()}
         self.appends = {name: call for name, call in made.items() if call is not None}
-        self.topk, self.small = topk, torch.zeros(4096, device=device)
+        self.topk, self.small = dsa_cost.ours(scores, True), torch.zeros(4096, device=device)
 
     def layer(self, append: timing.Call) -> timing.Call:
         return lambda: (self.topk(), append(), self.small.add_(1.0))

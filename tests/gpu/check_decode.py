@@ -46,7 +46,7 @@ from torch import Tensor  # noqa: E402
 import snapmla  # noqa: E402
 from codegen.artifacts import write_atomic  # noqa: E402
 from dsl_kernels.families.fp8_decode import DEFAULT_PAGES  # noqa: E402
-from profiles.bench import command_line, commit  # noqa: E402
+from profiles.page import command_line, commit  # noqa: E402
 from profiles.timing import Nvml  # noqa: E402
 from snapmla.testing import metrics  # noqa: E402
 from snapmla.testing.comparison import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
