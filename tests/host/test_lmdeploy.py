@@ -292,10 +292,12 @@ def test_rows_of_656_bytes(tensors: bool, heads: int) -> None:
     step.tile_scheduler_metadata, step.num_splits = built.tile_scheduler_metadata, built.num_splits
     seen: list[int] = []
     through = layer.flash_mla_with_kvcache
-    layer.flash_mla_with_kvcache = lambda q, **named: (
-        seen.append(q.shape[2]),
-        through(q, **named),
-    )[1]
+
+    def watched(q: torch.Tensor, **named: Any) -> Any:
+        seen.append(q.shape[2])
+        return through(q, **named)
+
+    layer.flash_mla_with_kvcache = watched
     rows = cache.raw.view(torch.float8_e4m3fn).unsqueeze(2)
     out = layer._decoding_sparse_fp8(q, rows, logical, step)
     at = logical.long().clamp(min=0)
@@ -375,7 +377,9 @@ def test_v4(heads: int, ratio: int, padded: bool) -> None:
             disabled_indices=torch.full((tokens, 1, 128), -1).int(),
             disabled_topk_length=torch.zeros(tokens).int()),
     )  # fmt: skip
-    listed = [(window.values.view(4, 128, 512)[slot].flatten(0, 1), wide, counts)]
+    listed: list[calls.Listed] = [
+        (window.values.view(4, 128, 512)[slot].flatten(0, 1), wide, counts)
+    ]
     if ratio:
         listed.append((more.values, second[:, 0], others))
     want, _ = calls.truth(q[0], listed, 512**-0.5, sink)
