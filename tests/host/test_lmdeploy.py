@@ -114,6 +114,30 @@ def test_another_package_of_that_name_is_told_of(
     assert f"or unset {SWITCH}" in line and "\n" not in line
 
 
+def test_the_first_call_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Once a layer's class and format; a call that raises is none."""
+
+    def flash_mla_with_kvcache(*given: Any, **named: Any) -> str:
+        if named["indices"] is None:
+            raise ValueError("a sentence")
+        return "ours"
+
+    name, cache = names.Decode(flash_mla_with_kvcache), torch.zeros(1, 64, 1, 656).byte()
+    told = {"q": torch.zeros(1, 1, 16, 576), "k_cache": cache, "indices": 1}
+
+    class FlashMLASparseImpl:
+        def forward(self, **other: Any) -> Any:
+            return name(**told | other)
+
+    layer = FlashMLASparseImpl()
+    with caplog.at_level(logging.INFO, names.LOGGER):
+        assert [layer.forward() for _ in range(2)] == ["ours", "ours"]
+        with pytest.raises(ValueError, match="a sentence"):
+            layer.forward(indices=None)
+    said = "snapmla: FlashMLASparseImpl: sparse decode, fp8_ds_mla, 16 heads"
+    assert lines_of(caplog) == [said] and name.calls == 2
+
+
 # -------------------------------------------------------------------------------- the first step
 
 
@@ -232,7 +256,8 @@ def mla(owner: str, *more: str, length: torch.Tensor, table: torch.Tensor) -> An
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [16, pytest.param(64, marks=WHOLE)])
+@WHOLE
+@pytest.mark.parametrize("heads", [16, 64])
 def test_dense_decode_of_16_bits(heads: int, caplog: pytest.LogCaptureFixture) -> None:
     """V2, V3, Kimi-K2; two layers of a step share its schedule."""
     lmdeploy.install()
@@ -275,9 +300,8 @@ def test_what_a_graph_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("tensors", "heads"), [(True, 16), pytest.param(False, 64, marks=WHOLE)]
-)  # fmt: skip
+@WHOLE
+@pytest.mark.parametrize(("tensors", "heads"), [(True, 16), (False, 64)])
 def test_rows_of_656_bytes(tensors: bool, heads: int) -> None:
     """V3.2 over its FP8 cache: LMDeploy pads heads to 64 beside an object, not beside tensors."""
     lmdeploy.install(tensors=tensors)
