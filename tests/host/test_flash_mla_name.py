@@ -109,7 +109,7 @@ assert not {"torch", "snapmla", "flash_mla"} & set(sys.modules), "imported when 
 try:
     from flash_mla.flash_mla_interface import flash_mla_with_kvcache
     import flash_mla, snapmla
-    assert flash_mla_with_kvcache is snapmla.flash_mla.flash_mla_with_kvcache
+    assert flash_mla_with_kvcache.theirs is snapmla.flash_mla.flash_mla_with_kvcache
     print("ours", flash_mla.__version__)
 except ImportError as error:
     print(type(error).__name__, error)

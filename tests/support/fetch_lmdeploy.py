@@ -14,7 +14,9 @@ from tests.support.releases import Engine
 
 RELEASES = ("0.18.0",)
 # its other engine, turbomind, is libraries
-ENGINE = Engine("lmdeploy", "SNAPMLA_LMDEPLOY", None, lambda name: not name.endswith((".so", ".a")))
+ENGINE = Engine(
+    "lmdeploy", "SNAPMLA_LMDEPLOY", None, lambda name: not name.endswith((".so", ".a"))
+)  # fmt: skip
 home, path_of = ENGINE.home, ENGINE.path_of
 
 if __name__ == "__main__":
