@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from profiles import sparse_v4_cost
 from profiles.engine import v4
 from profiles.engine.v4 import Shape, Step
+from profiles.tables import sparse_v4_cost
+from profiles.tables.sparse_cost import filled, stored
 from snapmla.integrations.vllm import flashmla
 from tests.support import fetch_vllm
 from tests.support import flashmla_calls as calls
@@ -64,7 +65,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, v4.MODULE, layer)
-    monkeypatch.setattr(sparse_v4_cost, "TOKENS", 256)
+    monkeypatch.setattr(sparse_v4_cost, "TOKENS", 256)  # as many as the caches below
     monkeypatch.setattr(sparse_v4_cost, "WINDOW", 64)
     monkeypatch.setattr(v4, "LAYERS", 2)
 
@@ -80,20 +81,19 @@ def theirs(*given: Any, **named: Any) -> Any:
 def test_a_step(more: int, ratio: int, vllm: None) -> None:
     torch.manual_seed(0)
     device = torch.device("cpu")
-    caches = [sparse_v4_cost.filled(64, device) for _ in range(2)]
+    caches = [filled("fp8_v4", 256, device, 64, mean=0.0) for _ in range(2)]
     shape = Shape(2, 16, more, ratio)
     q = torch.randn(shape.tokens, shape.heads, 512).bfloat16()
     step, name = Step(shape, caches, q, shape.heads), flashmla._Decode(theirs)
     step.run(name)
     assert name.calls == v4.LAYERS
-    for i, out in enumerate(step.out):
-        lists = step.sets[i % len(step.sets)]
-        for t in range(shape.tokens):
-            kv = sparse_v4_cost.stored(caches[0], lists.first[t, 0].long())
-            if lists.second is not None:
-                kv = torch.cat((kv, sparse_v4_cost.stored(caches[1], lists.second[t, 0].long())))
-            want = (q[t].double() @ kv.T * sparse_v4_cost.SCALE).softmax(-1) @ kv
-            assert (out[t].double() - want).norm() <= sparse_v4_cost.GATE * want.norm()
+    lists = step.sets[(v4.LAYERS - 1) % len(step.sets)]
+    for t in range(shape.tokens):
+        kv = stored(caches[0], lists.first[t, 0].long())
+        if lists.second is not None:
+            kv = torch.cat((kv, stored(caches[1], lists.second[t, 0].long())))
+        want = (q[t].double() @ kv.T * sparse_v4_cost.SCALE).softmax(-1) @ kv
+        assert (step.out[t].double() - want).norm() <= sparse_v4_cost.COST.gate * want.norm()
 
 
 def row(label: str, kernels: float, replays: float = 10.0) -> dict[str, Any]:
