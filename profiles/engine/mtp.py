@@ -24,9 +24,9 @@ from torch import Tensor
 from codegen.artifacts import write_atomic
 from profiles.engine import spec
 from profiles.engine.spec import Case
-from profiles.fidelity.gates import Gate
-from profiles.fidelity.gates import page as gates_page
-from profiles.fidelity.model import MlaModel
+from profiles.gate import Gate
+from profiles.gate import page as gates_page
+from profiles.model.model import MlaModel
 
 LAYERS, HEADS = 2, 16
 DRAFTS = (1, 3)

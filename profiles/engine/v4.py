@@ -4,7 +4,7 @@ The model itself needs more beside the pack than a GPU machine of this project t
 for its hyper-connections, 43 MiB, and nvidia-cutlass-dsl 4.6 for its compressor), so here the class
 is made without it: ``DeepseekV4FlashMLAAttention.forward_mqa`` over metadata of vLLM's own classes,
 as many layers a graph as a model has of a type, planned inside as vLLM does it.  Caches, heads and
-lists are those of ``profiles.sparse_v4_cost``, whose row is measured in the same run: what the
+lists are those of the table ``sparse_v4_cost``, whose row is measured in the same run: what the
 names' own calls gain is to be left in the step.
 
 Kernels of attention and planning are told apart by a profile of the graph's replays; a layer of
@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from profiles import spans, sparse_v4_cost
+from profiles import spans, table
 from profiles.engine.within import replaced
-from profiles.fidelity.gates import Gate
-from profiles.fidelity.gates import page as gates_page
-from profiles.sparse_cost import timed
+from profiles.gate import Gate
+from profiles.gate import page as gates_page
+from profiles.tables import sparse_v4_cost
+from profiles.tables.sparse_cost import filled
 from snapmla.integrations.vllm import flashmla
 
 KEPT, EQUAL = 0.92, 1.02  # of the row's ratio; times that count as equal
@@ -60,7 +61,7 @@ class Step:
     """What vLLM's builders hand to the layers of a step, and the layers.
 
     Args:
-        caches: the window's and the compressed, as ``sparse_v4_cost.filled`` makes them.
+        caches: the window's and the compressed, as ``sparse_v4_cost.caches_of`` makes them.
         padded: heads of queries and results.
     """
 
@@ -77,7 +78,9 @@ class Step:
         self.table = pages.expand(shape.tokens, -1)
         self.valid = torch.ones(shape.tokens, dtype=torch.bool, device=q.device)
         self.sink = q.new_full((padded,), -torch.inf, dtype=torch.float32)
-        self.out = torch.full_like(self.q, torch.nan).expand(LAYERS, *self.q.shape).clone()
+        self.out = torch.full_like(
+            self.q, torch.nan
+        )  # each layer's, as vLLM's memory is used again
         self.layers = [self.layer(i) for i in range(LAYERS)]
 
     def layer(self, i: int) -> Any:
@@ -130,8 +133,8 @@ class Step:
         context: Any = SimpleNamespace(attn_metadata=self.metadata())
         module = importlib.import_module(MODULE)
         with replaced(module, NAME, name), override_forward_context(context):
-            for each, out in zip(self.layers, self.out, strict=True):
-                each.forward_mqa(self.q, None, None, out)
+            for each in self.layers:
+                each.forward_mqa(self.q, None, None, self.out)
 
 
 @contextmanager
@@ -152,13 +155,24 @@ def captured(step: Step, name: Callable[..., Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def timed(graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds of a replay."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
+
+
 def in_turn(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
     """Microseconds of a layer in replays, the median of rounds."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     pick = random.Random(0)
     for _ in range(ROUNDS):
         for name in pick.sample(list(graphs), len(graphs)):
-            times[name].append(timed(graphs[name], REPLAYS))
+            times[name].append(timed(graphs[name]))
     return {name: 1e3 * median(ms) / LAYERS for name, ms in times.items()}
 
 
@@ -175,12 +189,13 @@ def kernels_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def measured(shape: Shape, caches: Sequence[Any]) -> dict[str, Any]:
-    """The row of ``sparse_v4_cost``, and the step's times by contender.
+    """The table's row, and the step's times by contender.
 
     Raises:
         ValueError: results are wrong.
     """
-    row = sparse_v4_cost.row(list(caches), (shape.tokens, 1, shape.heads, shape.more))
+    sizes = (shape.tokens, 1, shape.heads, shape.more)
+    row = table.measure(sparse_v4_cost.COST, caches, sizes, caches[0].device)
     q = torch.randn(shape.tokens, shape.heads, 512, device=caches[0].device).bfloat16()
     padded = 64 if shape.heads <= 64 else 128
     theirs = flashmla_name().theirs
@@ -193,9 +208,9 @@ def measured(shape: Shape, caches: Sequence[Any]) -> dict[str, Any]:
     for graph in graphs.values():
         graph.replay()
     torch.cuda.synchronize()
-    wanted, worst = steps["FlashMLA"][0].out[:, :, : shape.heads].float(), {}
+    wanted, worst = steps["FlashMLA"][0].out[:, : shape.heads].float(), {}  # of the last layer
     for name, (step, _) in steps.items():
-        got = step.out[:, :, : shape.heads].float()
+        got = step.out[:, : shape.heads].float()
         worst[name] = float(((got - wanted).norm() / wanted.norm()).nan_to_num(torch.inf))
     if not max(worst.values()) <= CLOSE:
         raise ValueError(f"{shape.label}: results differ, {worst}")
@@ -220,7 +235,8 @@ def measure(shapes: Sequence[tuple[int, int, int, int]] = SHAPES) -> dict[str, A
     found: dict[str, Any] = {}
     flashmla_name()  # before the row takes FlashMLA's operator from vLLM's library
     with torch.inference_mode():
-        caches = [sparse_v4_cost.filled(64, torch.device("cuda")) for _ in range(2)]
+        device = torch.device("cuda")
+        caches = [filled("fp8_v4", sparse_v4_cost.TOKENS, device, 64, mean=0.0) for _ in range(2)]
         for each in shapes:
             shape = Shape(*each)
             found[shape.label] = measured(shape, caches)
@@ -231,10 +247,9 @@ def measure(shapes: Sequence[tuple[int, int, int, int]] = SHAPES) -> dict[str, A
 def ratios(row: Mapping[str, Any]) -> tuple[float, float, float]:
     """FlashMLA's time over ours: of the table's calls, of the step's kernels, of its replays."""
     name = next(each for each in row["us"] if each != "FlashMLA")  # heads as they are
-    table = row["table"]
-    kernels, replays = row["kernels_us"], row["us"]
+    calls, kernels, replays = row["table"], row["kernels_us"], row["us"]
     return (
-        table["FlashMLA"] / table["snapmla"], kernels["FlashMLA"] / kernels[name],
+        calls["FlashMLA"] / calls["snapmla"], kernels["FlashMLA"] / kernels[name],
         replays["FlashMLA"] / replays[name],
     )  # fmt: skip
 
@@ -244,12 +259,12 @@ def gates(results: Mapping[str, Mapping[str, Any]]) -> list[Gate]:
     claim = f"kernels in the step keep >= {KEPT} of the ratio of the names' own calls"
     figures, kept, faster = [], [], []
     for label, row in results.items():
-        table, kernels, replays = ratios(row)
+        calls, kernels, replays = ratios(row)
         figures.append(
-            f"{label}: calls {table:.2f}, kernels {kernels:.2f} ({kernels / table:.3f}), "
+            f"{label}: calls {calls:.2f}, kernels {kernels:.2f} ({kernels / calls:.3f}), "
             f"replays {replays:.2f}"
         )
-        kept.append(kernels >= KEPT * table)
+        kept.append(kernels >= KEPT * calls)
         faster.append(replays * EQUAL >= 1)
     passed = all(kept) if kept else None
     slower = "a step's replay is not slower"
@@ -261,13 +276,13 @@ def gates(results: Mapping[str, Mapping[str, Any]]) -> list[Gate]:
 
 def line(row: Mapping[str, Any]) -> str:
     """A row of the table."""
-    table, kernels, replays = ratios(row)
+    calls, kernels, replays = ratios(row)
     times = "; ".join(
         f"{name}: {row['us'][name]:.1f} ({row['kernels_us'][name]:.1f})" for name in row["us"]
     )
     worst = max(row["difference"].values())
     return (
-        f"| {row['shape']} | {table:.2f} | {kernels:.2f} | {kernels / table:.3f} | {replays:.2f} | "
+        f"| {row['shape']} | {calls:.2f} | {kernels:.2f} | {kernels / calls:.3f} | {replays:.2f} | "
         f"{times} | {worst:.1e} |"
     )
 

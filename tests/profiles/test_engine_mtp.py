@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from profiles.fidelity.model import Layer, RmsNorm
 from torch import Tensor
 
 from profiles.engine import case as engines
 from profiles.engine import mtp, spec, study
 from profiles.engine.spec import Case
+from profiles.model.model import Layer, RmsNorm
 
 TOKENS, SEEN = 500, 150  # of the sequence; before the first that counts
 

@@ -3,8 +3,8 @@
 ``register`` is the entry point (group ``vllm.general_plugins``), which vLLM calls in each of its
 processes; nothing of vLLM is imported before.  Then::
 
-    vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype fp8_ds_mla --block-size 64  # 0.26
-    vllm serve MODEL --attention-backend SNAPMLA --kv-cache-dtype snapmla --block-size 64    # 0.33
+    vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype fp8_ds_mla  # 0.26
+    vllm serve MODEL --attention-backend SNAPMLA --kv-cache-dtype snapmla    # 0.33
 
 DSA models (DeepSeek-V3.2, GLM-5) have a backend of their own (``sparse.py``), with our indexer::
 
