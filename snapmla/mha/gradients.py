@@ -46,7 +46,7 @@ def above_prefill(*given: Any) -> Results:
     call = Mha._make((*given, None, None, None))
     if torch.is_grad_enabled() and wants_gradients(call.q, call.k_nope, call.v, call.k_rope):
         return attend(call)
-    with torch._C._AutoDispatchBelowAutograd():
+    with tracing.below_autograd():
         made: Results = torch.ops.snapmla.mha_prefill(*given)
         return made
 
@@ -57,7 +57,7 @@ def above_backward(*given: Any) -> tuple[Tensor, ...]:
         made = _Gradients.apply(*given)  # type: ignore[no-untyped-call]
         rope = given[2].new_empty((0, 1, backward.ROPE)) if made[2] is None else made[2]
         return made[0], made[1], rope, made[3]
-    with torch._C._AutoDispatchBelowAutograd():
+    with tracing.below_autograd():
         grads: tuple[Tensor, ...] = torch.ops.snapmla.mha_prefill_backward(*given)
         return grads
 
