@@ -34,6 +34,8 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", None) or (
     lambda: torch._C._functorch.maybe_current_level() is not None
 )
+# Holds while an operator's autograd kernel calls the operator itself.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 _fx: Any = _symbolic_trace
 # Whether torch.fx has its flag in the module; a thread has its own since torch 2.14.
 _FX_FLAG = hasattr(_fx, "_is_fx_tracing_flag")

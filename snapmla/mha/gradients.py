@@ -1,29 +1,34 @@
 """Gradients of ``mha_prefill`` by autograd: ``attend`` is the call that has them.
 
 Eager calls, the operators of ``torch.ops.snapmla`` and transforms of ``torch.func`` go through the
-same two functions.  ``_Attend`` keeps what was given, out and LSE; its backward is ``_Gradients``,
+same two functions.  ``_Attend`` keeps what was given, out and LSE; its backward is ``Gradients``,
 which has none of its own.  Rows of no sequence get gradients of 0: whoever sums over all tokens,
 as a projection's weight does, would else sum what memory held.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from snapmla import checks, tracing
-from snapmla.mha import backward, prefill
-from snapmla.mha.checking import Mha, check_shapes, wants_gradients
+from snapmla.mha import backward
+from snapmla.mha.checking import Mha, check_shapes
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
+Run = Callable[[Mha], Results]
 _GIVEN = 11  # arguments of mha_prefill, without what it writes
 _ONCE = "its gradients have none of their own: leave create_graph out"
 
 
-def attend(call: Mha) -> Results:
+def attend(call: Mha, run: Run) -> Results:
     """``mha_prefill`` of tensors of which some require a gradient.
+
+    Args:
+        run: the call without gradients.
 
     Raises:
         TypeError, ValueError: naming the argument; of 256 channels, and of memory for results.
@@ -36,49 +41,28 @@ def attend(call: Mha) -> Results:
             hint = "autograd keeps results: leave it out, or call it under torch.no_grad()"
             checks.value_error(name, "None where gradients are wanted", "a tensor", hint)
     if tracing.by_dynamo():
-        return prefill.run(call)  # an operator, which AOTAutograd differentiates
-    made: Results = _Attend.apply(*call[:_GIVEN])  # type: ignore[no-untyped-call]
+        return run(call)  # an operator, which AOTAutograd differentiates
+    made: Results = _Attend.apply(run, *call[:_GIVEN])  # type: ignore[no-untyped-call]
     return made
 
 
-def above_prefill(*given: Any) -> Results:
-    """``torch.ops.snapmla.mha_prefill`` where autograd may record."""
-    call = Mha._make((*given, None, None, None))
-    if torch.is_grad_enabled() and wants_gradients(call.q, call.k_nope, call.v, call.k_rope):
-        return attend(call)
-    with torch._C._AutoDispatchBelowAutograd():
-        made: Results = torch.ops.snapmla.mha_prefill(*given)
-        return made
-
-
-def above_backward(*given: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.snapmla.mha_prefill_backward`` where autograd may record."""
-    if torch.is_grad_enabled() and wants_gradients(*given):
-        made = _Gradients.apply(*given)  # type: ignore[no-untyped-call]
-        rope = given[2].new_empty((0, 1, backward.ROPE)) if made[2] is None else made[2]
-        return made[0], made[1], rope, made[3]
-    with torch._C._AutoDispatchBelowAutograd():
-        grads: tuple[Tensor, ...] = torch.ops.snapmla.mha_prefill_backward(*given)
-        return grads
-
-
 class _Attend(torch.autograd.Function):
-    """``mha_prefill``; arguments are the first of ``Mha``."""
+    """``mha_prefill``; arguments are what runs it, and the first of ``Mha``."""
 
     @staticmethod
-    def forward(*given: Any) -> Results:
-        return prefill.run(Mha._make((*given, None, None, None)))
+    def forward(run: Run, *given: Any) -> Results:
+        return run(Mha._make((*given, None, None, None)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-        q, k_nope, k_rope, v, cu_q, cu_k, *options = inputs
+        _, q, k_nope, k_rope, v, cu_q, cu_k, *options = inputs
         ctx.save_for_backward(q, k_nope, k_rope, v, *output, cu_q, cu_k)
         ctx.options = options
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        none = (None,) * _GIVEN
+        none = (None,) * (1 + _GIVEN)
         if dout is None and dlse is None:
             return none
         q, k_nope, k_rope, v, out, lse, cu_q, cu_k = ctx.saved_tensors
@@ -89,17 +73,17 @@ class _Attend(torch.autograd.Function):
             causal, True,
         )  # fmt: skip
         if torch.is_grad_enabled():
-            dq, dk, rope, dv = _Gradients.apply(*given)  # type: ignore[no-untyped-call]
+            dq, dk, rope, dv = Gradients.apply(*given)  # type: ignore[no-untyped-call]
         else:
             dq, dk, rope, dv = _gradients(*given)
-        return dq, dk, rope, dv, *none[4:]
+        return None, dq, dk, rope, dv, *none[5:]
 
     @staticmethod
     def vmap(*_: Any) -> Any:
         tracing.refuse_vmap()
 
 
-class _Gradients(torch.autograd.Function):
+class Gradients(torch.autograd.Function):
     """``mha_prefill_backward``; arguments are the first of ``Backward``."""
 
     @staticmethod

@@ -26,6 +26,7 @@ from snapmla.mha.checking import (
     wants_gradients,
     words_of,
 )
+from snapmla.mha.gradients import attend
 from snapmla.plan import sm_count
 
 Tensor = torch.Tensor
@@ -127,9 +128,7 @@ def mha_prefill(
         softmax_scale, causal, split_keys, out, lse, workspace,
     )  # fmt: skip
     if torch.is_grad_enabled() and wants_gradients(q, k_nope, v, k_rope):
-        from snapmla.mha import gradients
-
-        return gradients.attend(call)
+        return attend(call, run)
     return calls.run(_MHA, _MHA, call)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from snapmla import tracing
 from snapmla.mha.backward import Backward, backward_now, check_extents, new_grads
-from snapmla.mha.checking import Mha, check_shapes
-from snapmla.mha.gradients import above_backward, above_prefill
-from snapmla.mha.prefill import new_results, prefill_now
+from snapmla.mha.checking import Mha, check_shapes, wants_gradients
+from snapmla.mha.gradients import Gradients, attend
+from snapmla.mha.prefill import new_results, prefill_now, run
 from snapmla.torch_ops.operator import Operator
 
 _LENGTHS = (
@@ -43,6 +45,16 @@ def _fake_mha_prefill(*arguments: Any) -> tuple[Tensor, Tensor]:
     return new_results(call.q)
 
 
+def _above_prefill(*given: Any) -> tuple[Tensor, Tensor]:
+    """``mha_prefill`` where autograd may record."""
+    call = _call(*given)
+    if torch.is_grad_enabled() and wants_gradients(call.q, call.k_nope, call.v, call.k_rope):
+        return attend(call, run)
+    with tracing.below_autograd():
+        made: tuple[Tensor, Tensor] = torch.ops.snapmla.mha_prefill(*given)
+        return made
+
+
 def _backward(*arguments: Any) -> Backward:
     """As schemas have them, likewise."""
     given = (*arguments, *(None,) * 5)
@@ -65,10 +77,20 @@ def _fake_mha_prefill_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return new_grads(call)
 
 
+def _above_backward(*given: Any) -> tuple[Tensor, ...]:
+    """``mha_prefill_backward`` where autograd may record: a derivative of it is refused."""
+    if torch.is_grad_enabled() and wants_gradients(*given):
+        dq, dk, rope, dv = Gradients.apply(*given)  # type: ignore[no-untyped-call]
+        return dq, dk, new_grads(_backward(*given))[2] if rope is None else rope, dv
+    with tracing.below_autograd():
+        grads: tuple[Tensor, ...] = torch.ops.snapmla.mha_prefill_backward(*given)
+        return grads
+
+
 OPERATORS = (
     Operator(
         f"mha_prefill({_ARGUMENTS}) -> (Tensor, Tensor)", _mha_prefill, _fake_mha_prefill,
-        above_prefill,
+        _above_prefill,
     ),
     Operator(
         f"mha_prefill_out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace) "
@@ -77,7 +99,7 @@ OPERATORS = (
     ),
     Operator(
         f"mha_prefill_backward({_GRADIENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-        _mha_prefill_backward, _fake_mha_prefill_backward, above_backward,
+        _mha_prefill_backward, _fake_mha_prefill_backward, _above_backward,
     ),
     Operator(
         f"mha_prefill_backward_out({_GRADIENTS}, Tensor(a!) dq, Tensor(b!) dk_nope, "

@@ -154,6 +154,23 @@ def test_the_call_is_autograd() -> None:
 
 
 @whole
+def test_rows_before_the_first_sequence() -> None:
+    """Are of none, too: gradients of 0; all others have the bits that they have without."""
+    call, front = given(kv_heads=2), 3
+    dout, dlse = drawn(torch.empty(T_Q, H, 128, dtype=BF16))
+    _, want = by_autograd(leaves_of(call), dout, dlse)
+    more = {}
+    for name in ("q", "k_nope", "k_rope", "v"):
+        more[name] = torch.cat([call[name][-REST:][:front], call[name]])  # NaN
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        more[name] = call[name] + front
+    moved = leaves_of({**call, **more})
+    rows = torch.cat([dout[-REST:][:front], dout]), torch.cat([dlse[:, -REST:][:, :front], dlse], 1)
+    for name, x in by_autograd(moved, *rows)[1].items():
+        assert not x[:front].any() and torch.equal(x[front:], want[name]), name
+
+
+@whole
 def test_sequences_and_tokens_that_are_none() -> None:
     """Gradients of 0, where there is nobody to see anything."""
     call = given()
