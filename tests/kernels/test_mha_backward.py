@@ -192,7 +192,7 @@ LAYOUTS = {
 
 
 @whole
-@pytest.mark.parametrize("what", HIDDEN)
+@pytest.mark.parametrize("what", ("a key", "a value", "a dO"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("spec", SPECS[1:3], ids=lambda s: s.name)
 def test_a_hidden_nan_in_other_layouts(spec: VariantSpec, layout: str, what: str) -> None:
