@@ -51,7 +51,7 @@ from snapmla.testing.mha_grad_job import GradJob, variants
 from snapmla.testing.mha_job import MhaJob, offsets
 
 Call = Callable[[], Any]
-ROUNDS, ROUND_MS = 5, 25.0
+ROUNDS, ROUND_MS = 5, 50.0
 RUNS, TINY, REPEATS = 5, 2048, 10  # a graph of few tokens holds so many calls
 MANY_HEADS = 64
 DEVICE = "cuda"
