@@ -168,7 +168,7 @@ def sick_of(job: GradJob, what: str, at: int) -> GradJob:
         dout[at, :, 90] = math.nan
     else:
         dlse[:, at] = math.nan
-    made = GradJob.of(replace(f, q=q, v=v, ks=tuple(ks)))
+    made = GradJob.of(replace(f, q=q, v=v, ks=tuple(ks)), together=job.together)
     return replace(made, dout=dout, dlse=dlse)
 
 
@@ -180,22 +180,56 @@ def test_a_nan_that_the_causal_rule_hides_reaches_nobody(
     spec: VariantSpec, what: str, at: int
 ) -> None:
     """Rows before it, and keys behind it, have the bits of a sound call; the others are NaN."""
-    sound = GradJob.of(drawn(spec, (150,), (150,), 2, 1))
+    hides(spec, what, at, GradJob.of(drawn(spec, (150,), (150,), 2, 1)))
+
+
+# The other two specs; more heads than one CTA sums, RoPE channels of each KV head's own, K alone.
+LAYOUTS = {
+    "two of four KV heads in a sum": ((4, 4), {}, 2),
+    "each head's own RoPE channels": ((2, 2), {"rope_heads": 2}, 1),
+    "GQA, four query heads a KV head": ((4, 1), {}, 1),
+}
+
+
+@whole
+@pytest.mark.parametrize("what", ("a key", "a value", "a dO"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("spec", SPECS[1:3], ids=lambda s: s.name)
+def test_a_hidden_nan_in_other_layouts(spec: VariantSpec, layout: str, what: str) -> None:
+    """As above: fp16 with 192 channels, BF16 with 128."""
+    heads, options, together = LAYOUTS[layout]
+    if spec.d_qk == 128 and options:
+        pytest.skip("128 channels have no RoPE channels apart")
+    sound = GradJob.of(drawn(spec, (150,), (150,), *heads, **options), together=together)
+    hides(spec, what, 100, sound)
+
+
+def hides(spec: VariantSpec, what: str, at: int, sound: GradJob) -> None:
+    """Holds gradients of a job with a NaN, of a key or value in head 0's, against a sound one."""
     sound = replace(sound, dlse=torch.zeros_like(sound.lse))
     want, got = run(spec, sound), run(spec, sick_of(sound, what, at))
     of_row = what not in ("a key", "a value")  # else it is in every row from ``at`` on
     clean = [row for row in range(150) if (row != at if of_row else row < at)]
-    assert torch.equal(got["dq"][clean], want["dq"][clean])
     sick = [row for row in range(150) if row not in clean]
-    assert got["dq"][sick].isnan().all(-1).all()
+    kv_heads, group = sound.forward.v.shape[1], got["dq"].shape[1] // sound.forward.v.shape[1]
+    all_sick = of_row or (what == "a key" and sound.forward.ks[-1].shape[1] == 1)
+    for head in range(group * kv_heads):
+        rows, whole_rows = got["dq"][:, head], want["dq"][:, head]
+        if all_sick or head < group:
+            assert torch.equal(rows[clean], whole_rows[clean])
+            assert rows[sick].isnan().all()
+        else:
+            assert torch.equal(rows[:150], whole_rows[:150])
     last = at if of_row else 149  # of the rows that are sick, the last one sees keys up to it
     for name in ("dk_nope", "dk_rope", "dv"):
-        if name in got:
-            assert torch.equal(got[name][last + 1 : 150], want[name][last + 1 : 150]), name
-            if name == "dv" and what in ("a value", "an output's gradient of an LSE"):
-                assert torch.equal(got[name][:150], want[name][:150])  # P is of no V, nor dLSE
+        for head in range(got[name].shape[1] if name in got else 0):
+            keys, whole_keys = got[name][:150, head], want[name][:150, head]
+            assert torch.equal(keys[last + 1 :], whole_keys[last + 1 :]), name
+            summed = name == "dv" and what in ("a value", "an output's gradient of an LSE")
+            if summed or not (all_sick or head == 0):  # P is of no V, nor dLSE
+                assert torch.equal(keys, whole_keys), name
             else:
-                assert got[name][: last + 1].isnan().all(), name
+                assert keys[: last + 1].isnan().all(), name
 
 
 def cut(job: GradJob, which: int) -> GradJob:
@@ -267,6 +301,17 @@ def test_stats_of_another_padding_are_refused() -> None:
                       ("mha_dq", job.of_dq(other)), ("mha_dkv", job.of_dkv(other))):  # fmt: skip
         with pytest.raises(Exception, match="192"):
             caller(MAIN)(op, given)
+
+
+@whole
+def test_keys_that_begin_beside_no_queries_are_named() -> None:
+    """Told ``behind_dq``, mha_dkv waits for nothing: mha_delta in front of it is still at work."""
+    job = GradJob.of(drawn(MAIN, (40, 9), (37, 5), 1, 1, ctas=2))
+    call, delta = caller(MAIN), job.of_delta()
+    with using(CHECKED):
+        call("mha_delta", delta)
+        with pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
+            call("mha_dkv", {**job.of_dkv(delta["stats"]), "behind_dq": 1})
 
 
 def none(_ins: Instr) -> str:
