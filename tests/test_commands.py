@@ -109,6 +109,7 @@ def test_try_prints_messages_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_pa
     broken = compiler.BuildError(spec, [RAW])
     assert tried(monkeypatch, tmp_path, broken).startswith(f"merge_obf16_sm90a: {RAW}\n")
     record = Record(spec.name, spec.symbol, {}, "", "", [], "", "", "")
+    (tmp_path / f"{spec.name}.ptx").write_text("")
     monkeypatch.setattr(audit, "problems", lambda record: [RAW])
     assert f"\nproblem {RAW}\n" in tried(monkeypatch, tmp_path, record)
 

@@ -50,8 +50,9 @@ def flash_attn_varlen_func(
         return_softmax_lse: also returns the LSE.
         out: same dtype as q (total_q, h, d_v), to write into; None allocates, and is what it must
             be where a gradient is wanted.
-        dropout_p, window_size, softcap, alibi_slopes, return_attn_probs: taken where they change
-            nothing: 0, (-1, -1) or None, 0, None, False.
+        dropout_p, window_size, softcap, return_attn_probs: taken where they change nothing: 0,
+            (-1, -1) or None, 0, False.
+        alibi_slopes: None; a tensor, of any shape, float32 or not, is refused.
         deterministic: gradients, too, are the same bits either way.
 
     Returns:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from snapmla.integrations import vllm as plugin
+from snapmla.integrations.vllm import surface
 from snapmla.testing.ds_mla import quantize_ds_mla_rows
 from snapmla.testing.record_reference import RecordCall, record_decode_reference
 from tests.support.needs import needs_compiler
@@ -141,9 +142,9 @@ def test_a_draft_layer_on_vllms_backend_is_told_once(
         speculative_config=types.SimpleNamespace(method="mtp", attention_backend=None),
     )
     monkeypatch.setattr(ours, "get_current_vllm_config_or_none", lambda: config)
-    with caplog.at_level(logging.WARNING, plugin.LOGGER):
+    with caplog.at_level(logging.WARNING, surface.LOGGER):
         new_impl(ours), new_impl(ours)
-    lines = [each.getMessage() for each in caplog.records if each.name == plugin.LOGGER]
+    lines = [each.getMessage() for each in caplog.records if each.name == surface.LOGGER]
     assert len(lines) == (1 if ours.ASKS_FOR_KERNEL else 0)
     assert all('add "attention_backend": "X_SPARSE" to' in line for line in lines)
 

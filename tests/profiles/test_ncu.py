@@ -114,7 +114,7 @@ def test_script_passes_the_sizes_and_opens_the_profiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "decode_etap_r16_p32_obf16_sm90a", "decode_dual_wg_r64_p64_obf16_sm90a",
+        "decode_etap_r16_p32_obf16_sm90a", "decode_etap_r64_p64_obf16_sm90a",
         "merge_of32_sm90a", "append_kv_xf16_ii64_sm90a", "quantize_q_xf16_token_sm90a",
         "quantize_q_xf32_token_head_sm90a", "fetch_dequant_xbf16_pages_sm90a",
         "fetch_dequant_xf16_indices_sm90a", "fetch_dequant_xbf16_ragged_sm90a",

@@ -34,7 +34,6 @@ __all__ = ["BACKEND", "CACHE_DTYPE", "SPARSE_BACKEND", "register"]
 BACKEND = "SNAPMLA"  # its name where a release lets a plugin choose one, else CUSTOM
 CACHE_DTYPE = "snapmla"  # where a release lets a plugin add one, else fp8_ds_mla
 SPARSE_BACKEND = f"{BACKEND}_SPARSE"  # likewise, for models of sparse attention
-LOGGER = "vllm.snapmla"  # below vLLM's own, whose handlers and level it has
 OVERRIDDEN = "FLASHMLA_SPARSE"  # else the name of vLLM's own, if ``env.VLLM_SPARSE`` asks for it
 _CLASS = "snapmla.integrations.vllm.backend.SnapMLABackend"
 _SPARSE = "snapmla.integrations.vllm.sparse.SnapMLASparseBackend"

@@ -26,11 +26,10 @@ from typing import Any
 
 from snapmla import env
 from snapmla.integrations import flashmla_switch
-from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import heads, surface
 
 MODULE = surface.FLASHMLA
-LOGGER = plugin.LOGGER
+LOGGER = surface.LOGGER
 _log = logging.getLogger(LOGGER)
 _lock = threading.Lock()
 

@@ -55,7 +55,7 @@ from dsl_kernels.cache_records.ds_mla import FORMAT, ROW_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK
 from snapmla import cache, quant
 from snapmla.integrations import vllm as plugin
-from snapmla.integrations.vllm import absorbed, invariant, refuse
+from snapmla.integrations.vllm import absorbed, invariant, refuse, surface
 from snapmla.integrations.vllm import indexer as choosing
 from snapmla.integrations.vllm.backend import operators
 from snapmla.sparse.decode import sparse_decode
@@ -73,7 +73,7 @@ ASKS_FOR_KERNEL = hasattr(sparse.SparseMLACommonImpl, "_forward_mqa_kernel")
 @functools.cache
 def _tell(sentence: str) -> None:
     """Once a process."""
-    logging.getLogger(plugin.LOGGER).warning(sentence)
+    logging.getLogger(surface.LOGGER).warning(sentence)
 
 
 class SnapMLASparseBackend(AttentionBackend):

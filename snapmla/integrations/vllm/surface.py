@@ -15,6 +15,7 @@ from pathlib import Path
 
 from snapmla.integrations.surfaces import Surface, adds, described, read_source, text
 
+LOGGER = "vllm.snapmla"  # below vLLM's own, whose handlers and level it has
 RECORD = Path(__file__).with_name("surface.json")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 _BACKEND = "vllm.v1.attention.backend"
