@@ -203,7 +203,8 @@ def mha_prefill_backward(
             16-byte aligned, as of all that have its dtype.
         q: bfloat16 or float16 (total_q, h, d_qk), as it was given; d_qk is 192 or 128.
         k_nope, v, k_rope: same dtype as q (total_k, h_k, ...), as they were given.
-        out, lse: as ``mha_prefill`` returned them; lse may have any strides.
+        out: same dtype as q (total_q, h, 128), as ``mha_prefill`` returned it.
+        lse: float32 (h, total_q), any strides, likewise.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as they were given; both lengths
             scale the order of the work alone.
         softmax_scale, causal: as they were given.

@@ -52,7 +52,7 @@ def flash_attn_varlen_func(
             be where a gradient is wanted.
         dropout_p, window_size, softcap, return_attn_probs: taken where they change nothing: 0,
             (-1, -1) or None, 0, False.
-        alibi_slopes: None; a tensor, of any shape, float32 or not, is refused.
+        alibi_slopes: None; float32 (h,) or (b, h) is refused.
         deterministic: gradients, too, are the same bits either way.
 
     Returns:
