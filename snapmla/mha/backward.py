@@ -205,13 +205,13 @@ def mha_prefill_backward(
         k_nope, v, k_rope: same dtype as q (total_k, h_k, ...), as they were given.
         out: same dtype as q (total_q, h, 128), as ``mha_prefill`` returned it.
         lse: float32 (h, total_q), any strides, likewise.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as they were given; both lengths
-            scale the order of the work alone.
+        cu_seqlens_q, cu_seqlens_k: int32 (b + 1,), as they were given.
+        max_seqlen_q, max_seqlen_k: as they were given; they scale the order of the work alone.
         softmax_scale, causal: as they were given.
         dlse: float32 (h, total_q), any strides: the gradient of ``lse``.  None: there is none.
         zero_rest: True writes 0 to gradients of rows of no sequence, as autograd does; else dq,
             dk_nope and dv are left as they are there, and dk_rope is undefined.
-        dq, dk_nope, dk_rope, dv: tensors to write, of dtype and shape of q, k_nope, k_rope and v;
+        dq, dk_nope, dk_rope, dv: same dtype and same shapes as q, k_nope, k_rope and v, to write;
             rows may be strided.  dk_nope and dv may be views of one gradient of kv_b_proj's output.
             None allocates.
         workspace: int32 (n,), n at least ``snapmla.mha.backward_workspace_size``, 16-byte aligned,
