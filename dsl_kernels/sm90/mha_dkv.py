@@ -33,10 +33,6 @@ sums, and 0 times a NaN is NaN; but a row with a NaN in Q has one in LSE, if it 
 mha_delta makes one for a dO that is not finite.  So the clearing warp looks at LSEs alone, and what
 it clears is lost to nobody: of LSE NaN keys that the row sees get P and dS NaN, in all channels.
 
-Beside mha_dq.  That kernel lets the grid behind it begin once all its CTAs have waited for what
-both read, and this one writes nothing that it reads: told ``behind_dq`` it begins at once, on SMs
-that few tokens leave idle, or as SMs fall free at mha_dq's end.  It ends behind it in any case.
-
 A key's gradients are sums over heads and rows in an order of its own sequence alone: bits are the
 same in any batch and on any number of SMs.
 """
@@ -106,14 +102,12 @@ class TwoKeys:
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
         heads_together: Int32,  # KV heads of a group
-        behind_dq: Int32,  # 1: launched right behind mha_dq of the same call
         ctas: Int32,
         stream,
     ):
         self.enter(
             (q, dout, v, k_nope, k_rope), (cu_seqlens_q, cu_seqlens_k, work),
-            (stats, dk_nope, dv, parts), (softmax_scale, causal, heads_together, behind_dq), ctas,
-            stream,
+            (stats, dk_nope, dv, parts), (softmax_scale, causal, heads_together), ctas, stream,
         )  # fmt: skip
 
 
@@ -138,13 +132,12 @@ class OneKey:
         dv: cute.Tensor,  # (total_k, h_k, 128)
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
-        behind_dq: Int32,  # 1: launched right behind mha_dq of the same call
         ctas: Int32,
         stream,
     ):
         self.enter(
             (q, dout, v, k_nope), (cu_seqlens_q, cu_seqlens_k, work), (stats, dk_nope, dv),
-            (softmax_scale, causal, Int32(1), behind_dq), ctas, stream,
+            (softmax_scale, causal, Int32(1)), ctas, stream,
         )  # fmt: skip
 
 
@@ -182,24 +175,16 @@ class MhaDkv(Gradients):
         return {
             **given, "dk_nope": compat.rows(self.dtype, (total, heads, NOPE)), **parts,
             "dv": compat.rows(self.dtype, (total, heads, D_V)),
-            "softmax_scale": Float32(1.0), "causal": Int32(1), **together, "behind_dq": Int32(0),
-            "ctas": Int32(1),
+            "softmax_scale": Float32(1.0), "causal": Int32(1), **together, "ctas": Int32(1),
         }  # fmt: skip
 
     @cute.jit
     def enter(self, tensors, tables, results, how, ctas, stream):
         """Host half."""
         q, _, v, *ks = tensors
-        scale, causal, together, behind = how
-        heads = (v.shape[1], q.shape[1] // v.shape[1], Int32(ks[-1].shape[1]), together, behind)
+        scale, causal, together = how
+        heads = (v.shape[1], q.shape[1] // v.shape[1], Int32(ks[-1].shape[1]), together)
         self.launch(tensors, (tables, results, heads), scale, causal, ctas, stream)
-
-    @cute.jit
-    def begin(self, rest):
-        """What mha_dq has waited for, this grid need not."""
-        _, _, (*_, behind) = rest
-        if behind == 0:
-            compat.pdl_wait()
 
     def _range(self, s_q, s_k, m, causal):
         """First tile of rows that sees a key of tile ``m`` of keys; how many there are from it."""
@@ -210,7 +195,7 @@ class MhaDkv(Gradients):
     @cute.jit
     def produce(self, st, ls, tma, rest, causal, ctas):
         """The producer's role."""
-        tables, (stats, *_), (kv_heads, group, rope_heads, together, _) = rest
+        tables, (stats, *_), (kv_heads, group, rope_heads, together) = rest
         rows, keys = tma
         work = tables[2]
         count, kc, done = Int32(0), Int32(0), Int32(0)
@@ -245,8 +230,6 @@ class MhaDkv(Gradients):
                     done += 1
             j = ctas + self._taken(work)
         self.end(st, count)
-        compat.pdl_wait()  # this grid ends behind mha_dq's: who waits for it has both
-        compat.pdl_launch_dependents()
 
     @cute.jit
     def _stream(self, st, stats, boxes, kc, head, where):
@@ -267,7 +250,7 @@ class MhaDkv(Gradients):
     @cute.jit
     def clear(self, st, rest, causal):
         """The clearing warp's role."""
-        _, _, (_, group, *_) = rest
+        _, _, (_, group, _, _) = rest
         stats = st.stats.get_tensor(cute.make_layout((2, self.tile, self.stages)))
         lane = cute.arch.lane_idx()
         count, kc = Int32(0), Int32(0)
@@ -302,7 +285,7 @@ class MhaDkv(Gradients):
         """The role of consumer ``which``: keys 64 which .. of every work tile."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        _, (_, dk, dv, *parts), (_, group, *_) = rest
+        _, (_, dk, dv, *parts), (_, group, _, _) = rest
         thread = tidx % WARPGROUP
         ops = self.operands(st, ls, thread, which)
         sum_k = Summed.of(self.dtype, st.moving_qk, ls[4], thread, self.tile, self.d_qk)

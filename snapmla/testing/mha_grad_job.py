@@ -305,7 +305,7 @@ class GradJob:
         return {
             **self._shared(stats), **self._tables(key_work(job)),
             "dk_nope": self._blank(job.v, h, 128), **parts, "dv": self._blank(job.v, h, 128),
-            "behind_dq": 0, "ctas": min(job.ctas, most),
+            "ctas": min(job.ctas, most),
         }  # fmt: skip
 
     def run(self, call: Callable[[str, Mapping[str, Any]], None]) -> Grads:
@@ -314,7 +314,7 @@ class GradJob:
         call("mha_delta", delta)
         dq, dkv = self.of_dq(delta["stats"]), self.of_dkv(delta["stats"])
         call("mha_dq", dq)
-        call("mha_dkv", {**dkv, "behind_dq": 1})
+        call("mha_dkv", dkv)
         rope = None
         if len(self.forward.ks) == 2:
             given = self.forward.ks[1]

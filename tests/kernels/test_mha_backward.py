@@ -303,17 +303,6 @@ def test_stats_of_another_padding_are_refused() -> None:
             caller(MAIN)(op, given)
 
 
-@whole
-def test_keys_that_begin_beside_no_queries_are_named() -> None:
-    """Told ``behind_dq``, mha_dkv waits for nothing: mha_delta in front of it is still at work."""
-    job = GradJob.of(drawn(MAIN, (40, 9), (37, 5), 1, 1, ctas=2))
-    call, delta = caller(MAIN), job.of_delta()
-    with using(CHECKED):
-        call("mha_delta", delta)
-        with pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
-            call("mha_dkv", {**job.of_dkv(delta["stats"]), "behind_dq": 1})
-
-
 def none(_ins: Instr) -> str:
     """In place of an instruction that is left out."""
     return ""
