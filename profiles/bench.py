@@ -132,6 +132,14 @@ def _check_backends(names: list[str], peers: Path | None) -> None:
             typer.echo(f"{name}: rows will be skipped: {reason}")
 
 
+def _options(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+    """NAME=VALUE of a table's options."""
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"--set: expected NAME=VALUE, got {word!r}")
+    return dict(word.split("=", 1) for word in words)
+
+
 def run_table(
     name: str, given: dict[str, Any], out: Path, again: Path | None, **which: Any
 ) -> None:
@@ -191,9 +199,11 @@ def bench(
     """Times shapes x backends, checks every row, writes JSON and markdown."""
     try:
         if preset and preset[0] in tables.NAMES:
+            if preset[1:] or dry_run or device != "cuda":
+                raise ValueError("a table is run by itself, on a GPU: give its name alone")
             if render is None:
                 require_cuda()
-            words = dict(word.split("=", 1) for word in option or ())
+            words = _options(option or ())
             given = {"peers": peers, "options": words}
             run_table(preset[0], given, out, render, first=first, only=only, limit=time_limit)
             return

@@ -227,7 +227,7 @@ class Problem:
         return calls
 
     def given(self) -> Given:
-        """What peers are given."""
+        """Tensors that peers are given."""
         k = torch.cat([x.expand(-1, self.v.shape[1], -1) for x in self.ks], -1)
         return Given(
             self.shape, self.q, k, self.v, self.out, self.dout, self.lse, self.cu_q, self.cu_k
@@ -431,7 +431,7 @@ def shapes() -> list[Shape]:
 
 
 def two_shapes(say: Callable[[str], None], peers: FlashAttention4) -> None:
-    """Of 2 x 4096 tokens alone."""
+    """Times 2 x 4096 tokens alone."""
     for shape in (shapes()[0], shapes()[7]):
         row(shape, say, peers)
         torch.cuda.empty_cache()
@@ -447,7 +447,7 @@ def gemm(say: Callable[[str], None]) -> None:
 
 
 def times(say: Callable[[str], None], peers: FlashAttention4, only: Sequence[int] = ()) -> None:
-    """Of the shapes, the one that most decides first."""
+    """Times the shapes, the one that most decides first."""
     gemm(say)
     for at, shape in enumerate(shapes()):
         if at in only or not only:
@@ -491,7 +491,7 @@ def layer_calls(shape: Shape, peers: FlashAttention4) -> dict[str, Call]:
 
 
 def layers(say: Callable[[str], None], peers: FlashAttention4) -> None:
-    """Of two shapes."""
+    """Times a layer of two shapes."""
     for shape in (shapes()[0], shapes()[2]):
         found = in_turn(layer_calls(shape, peers), ROUND_MS)
         best = [min(each) for each in zip(*(t for name, t in found.items() if name != "ours"))]

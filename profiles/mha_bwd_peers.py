@@ -28,7 +28,7 @@ BACKWARD = "FlashAttentionBackward"
 
 @dataclass(frozen=True)
 class Given:
-    """What a peer is given: K as one tensor, each head's own channels.
+    """Tensors for a peer: K as one tensor, each head's own channels.
 
     Attributes:
         q, k, v, out, dout: (tokens, heads, channels), of all sequences.
@@ -188,7 +188,7 @@ class FlashAttention4:
         return call
 
     def forward(self, given: Given) -> Call | None:
-        """Of an even batch; the call's result is (out, LSE), (b, tokens, heads, 128) and
+        """Prepares an even batch; the call's result is (out, LSE), (b, tokens, heads, 128) and
         (b, heads, tokens)."""
         shape = given.shape
         how = f"d{shape.d_qk}_128_{'c' if shape.causal else 'n'}"

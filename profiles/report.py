@@ -393,7 +393,7 @@ def main(paths: Sequence[str]) -> None:
     """Prints the short tables of finished reports."""
     for path in paths:
         report = json.loads(Path(path).read_text())
-        if "rows" not in report:  # of a checker, which has printed its own
+        if not {"name", "rows"} <= set(report):  # of a checker or a table, which printed its own
             continue
         print(f"== {report['name']} ({report['machine'].get('gpu')}, {report['commit'][:12]})")
         print("\n".join(short_table(report)))

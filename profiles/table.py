@@ -31,7 +31,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Run:
-    """What the command line says of a run.
+    """Options of a run.
 
     Attributes:
         peers: folder of the peers' libraries.
@@ -47,7 +47,7 @@ class Problem:
     """The base of a row's tensors."""
 
     def facts(self) -> dict[str, Any]:
-        """Of the record beside times; ``shape`` is the row's label, ``units`` as energy is told."""
+        """Entries of the record beside times; ``shape``: the row's label, ``units``: of energy."""
         raise NotImplementedError
 
     def contenders(self) -> Calls:
@@ -124,18 +124,34 @@ def error_of(table: Table, problem: Problem, name: str, calls: Sequence[timing.C
     return error
 
 
+def captured(
+    name: str, calls: Sequence[timing.Call], config: timing.TimingConfig, device: torch.device
+) -> timing.Loop:
+    """A contender's calls as one loop.
+
+    Raises:
+        RuntimeError: they cannot be captured.
+    """
+    loop = timing.make_loop(name, calls, config, device.type == "cuda")
+    if loop.mode not in ("graph", "cpu"):
+        raise RuntimeError(loop.mode)
+    return loop
+
+
 def times_of(calls: Calls, config: timing.TimingConfig, device: torch.device) -> dict[str, Any]:
-    """Microseconds a call in turn: medians, each round's, and on a cold L2 if that is asked for.
+    """The same as ``in_turn``, of calls that are captured here.
 
     Raises:
         RuntimeError: a contender's calls cannot be captured.
     """
-    cuda = device.type == "cuda"
-    loops = [timing.make_loop(name, each, config, cuda) for name, each in calls.items()]
-    for loop in loops:
-        if loop.mode not in ("graph", "cpu"):
-            raise RuntimeError(f"{loop.name}: {loop.mode}")
-    cold = cuda and config.cold_iters > 0
+    return in_turn([captured(name, x, config, device) for name, x in calls.items()], config, device)
+
+
+def in_turn(
+    loops: Sequence[timing.Loop], config: timing.TimingConfig, device: torch.device
+) -> dict[str, Any]:
+    """Microseconds a call in turn: medians, each round's, and on a cold L2 if asked for."""
+    cold = device.type == "cuda" and config.cold_iters > 0
     found = timing.interleave(loops, config, flush=timing.L2Flush(device) if cold else None)
     return {
         "us": {name: each.us for name, each in found.items()},
@@ -150,21 +166,25 @@ def measure(
     """A row of the record; alone, too, if there is a meter.
 
     Raises:
-        ValueError: a contender that must be right is wrong.
+        ValueError: a contender that must be right is wrong, or none is right.
     """
     problem = table.problem(shared, shape)
     row: dict[str, Any] = {**problem.facts(), "error": {}, "wrong": {}}
     right: dict[str, Sequence[timing.Call]] = {}
+    loops: list[timing.Loop] = []
     for name, calls in problem.contenders().items():
         try:
             row["error"][name] = error_of(table, problem, name, calls)
+            loops.append(captured(name, calls, table.config, device))
             right[name] = calls
         except (RuntimeError, TypeError, ValueError) as reason:
             if table.ours is None or name in table.ours:
                 raise ValueError(f"{row['shape']}, {name}: {reason}") from reason
             row["wrong"][name] = f"{type(reason).__name__}: {reason}".splitlines()[0][:300]
-    if right:
-        row |= times_of(right, table.config, device)
+    if not right:
+        told = "; ".join(f"{name}: {why}" for name, why in row["wrong"].items())
+        raise ValueError(f"{row['shape']}: no contender is right: {told or 'there is none'}")
+    row |= in_turn(loops, table.config, device)
     row |= problem.extra(right)
     if meter is not None:
         row["alone"] = alone.measure(right, meter)

@@ -531,7 +531,8 @@ def _missing(spec: VariantSpec, refusal: str) -> str:
     )
     points = spec.family.points(spec.arch)
     if spec not in (VariantSpec(op=spec.op, arch=spec.arch, **values) for values in points):
-        said += f"; no default wheel has it: make wheels FILTER={spec.name.rpartition('_')[0]}"
+        name = spec.name.rpartition("_")[0]
+        said += f"; no default wheel has it: make wheels ARCH={spec.arch} FILTER='*,{name}'"
     return said
 
 

@@ -71,7 +71,7 @@ class Problem:
         device: torch.device | str = "cuda",
         tokens: int = 0,
     ) -> Problem:
-        """Of rows of so many scores, ``tokens`` of which count, all if 0."""
+        """Makes rows of so many scores, ``tokens`` of which count, all if 0."""
         torch.manual_seed(columns)
         normal, uniform = (make(rows, columns, device=device) for make in (torch.randn, torch.rand))
         logits = topk_reference.DISTRIBUTIONS[name](normal, uniform)
@@ -186,14 +186,14 @@ def flashinfer(transform: Transform, problem: Problem) -> Iterator[tuple[str, Ca
 
 @dataclass(frozen=True)
 class Peers:
-    """What there is to compare with, each None where it is not."""
+    """Peers to compare with, each None where it is not."""
 
     vllm: Any = None
     flashinfer: Transform | None = None
 
     @classmethod
     def of(cls, folder: Path | None) -> Peers:
-        """Of a folder of libraries, or installed."""
+        """Finds peers in a folder of libraries, or installed."""
         return cls(vllm_ops(folder), flashinfer_op(folder))
 
 

@@ -88,7 +88,7 @@ COST = Table(
         table.us("ours"), ("theirs", lambda row: table.told(theirs(row), ".1f")),
         ("ratio", by_ours), others("ours"),
     ),
-    CONFIG,
+    replace(CONFIG, warm=True),
     notes=(
         f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
         "ours: to slots; then the faster of theirs, to positions, its time by ours, the others",

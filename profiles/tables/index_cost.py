@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ TABLES = (
             table.us("DeepGEMM"), ("ratio", lambda row: table.ratio("DeepGEMM", best(row))[1](row)),
             ("others", lambda row: others(best(row))[1](row)),
         ),
-        CONFIG,
+        replace(CONFIG, warm=True),
         notes=lambda run, shared: (
             f"DeepGEMM: {getattr(shared[1], '__version__', 'there') if shared[1] else 'not there'}",
             "µs a call; the best of ours, then DeepGEMM, its time by ours, and the others",

@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def flop(self) -> float:
-        """Of both products."""
+        """FLOP of both products."""
         return 2.0 * self.pairs * self.heads * (self.d_qk + self.d_v)
 
 
@@ -245,7 +245,7 @@ def gemm(device: torch.device) -> str:
 
 
 def taken(call: Call) -> bool:
-    """Whether cuDNN has a kernel for a call."""
+    """Says if cuDNN has a kernel for a call."""
     try:
         call()
     except RuntimeError as error:

@@ -58,7 +58,7 @@ Caches = dict[str, PagedKVCache]
 
 
 class Lists(NamedTuple):
-    """What the query tokens of a call see: entries of the first cache, of the second (None)."""
+    """Lists of a call's query tokens: entries of the first cache, of the second (None)."""
 
     first: Tensor
     second: Tensor | None = None
@@ -331,7 +331,7 @@ def rates(name: str, width: int, token_bytes: int) -> list[table.Column]:
 
 
 def columns(rows: Sequence[Row]) -> list[table.Column]:
-    """Of the contenders that the record has."""
+    """Columns of the contenders that the record has."""
     found = [table.fact("b, s_q, heads, topk", "shape"), table.us(PEER), table.error(PEER)]
     for name in (name for name in rows[0]["us"] if name != PEER):
         found += [table.us(name), table.ratio(PEER, name), *rates(name, 576 + 512, BYTES[name])]

@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def flop(self) -> float:
-        """Of both products."""
+        """FLOP of both products."""
         return 2.0 * self.s_q * self.heads * self.topk * (self.d_qk + 512)
 
     def cycles(self, us: float, sms: int) -> float:

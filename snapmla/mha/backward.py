@@ -112,7 +112,7 @@ class Room(NamedTuple):
         cls, total_q: int, total_k: int, batch: int, heads: int, kv_heads: int, d_qk: int,
         rope_heads: int | None, zero_rest: bool,
     ) -> Room:  # fmt: skip
-        """Of a call's extents; ``rope_heads`` None: K is one tensor."""
+        """Extents for a call's; ``rope_heads`` None: K is one tensor."""
         n = batch + REST if zero_rest else batch
         work, key_work = (-(-workspace_words(t, n) // 4) * 4 for t in (total_q, total_k))
         blocks = stats_blocks(total_q, n)
@@ -188,14 +188,15 @@ def mha_prefill_backward(
 ) -> Grads:
     """Gradients of ``mha_prefill``; tensors that require a gradient have them by autograd already.
 
-    Four launches, five with 192 channels.  A gradient is a sum in an order of its own sequence
-    alone, without atomics: its bits are the same in every run, in any batch and on any number of
-    SMs.  Nothing is waited for, so that a CUDA graph may hold the call.
+    Four launches, five with 192 channels; ``zero_rest`` takes four small ones more. A gradient
+    is a sum in an order of its own sequence alone, without atomics: its bits are the same in
+    every run, in any batch and on any number of SMs. Nothing is waited for, so that a CUDA
+    graph may hold the call.
 
     Rows behind a sequence's end never reach it, whatever they hold, nor does what the causal rule
-    hides.  A NaN in a row of q, dout or dlse is in that row's dq and in dk and dv of the keys that
-    it sees, a NaN in a key in dq of the rows that see it and, through them, in dk and dv of the
-    keys that they see.
+    hides.  A NaN in a row of q or dout is in that row's dq and in dk and dv of the keys that it
+    sees, of dlse in dq and dk alone; a NaN in a key is in dq of the rows that see it and, through
+    them, in dk and dv of the keys that they see, of a row of v in dq and dk alone.
 
     Args:
         dout: same dtype as q (total_q, h, 128), the gradient of ``out``; rows may be strided,
@@ -209,7 +210,8 @@ def mha_prefill_backward(
         softmax_scale, causal: as they were given.
         dlse: float32 (h, total_q), any strides: the gradient of ``lse``.  None: there is none.
         zero_rest: True writes 0 to gradients of rows of no sequence, as autograd does; else dq,
-            dk_nope and dv are left as they are there, and dk_rope is undefined.
+            dk_nope and dv are left as they are there, and dk_rope is undefined.  All are 0 if q or
+            k_nope has no rows at all.
         dq, dk_nope, dk_rope, dv: same dtype and same shapes as q, k_nope, k_rope and v, to write;
             rows may be strided.  dk_nope and dv may be views of one gradient of kv_b_proj's output.
             None allocates.
@@ -363,7 +365,7 @@ class Kernels(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What a launch needs that follows from shapes and options."""
+    """State of a launch that follows from shapes and options."""
 
     kernels: Kernels
     room: Room
@@ -389,12 +391,12 @@ def _prepared(call: Backward) -> Ready:
 
 
 def _rows(call: Backward) -> list[Tensor]:
-    """What kernels read by rows, in their order; ``out`` last."""
+    """Tensors that kernels read by rows, in their order; ``out`` last."""
     return [call.q, *call.forward.keys, call.v, call.dout, call.out]
 
 
 def _results(call: Backward) -> Grads:
-    """What is given to be written, and new tensors for the rest."""
+    """Tensors given to be written, and new ones for the rest."""
     allocate = launch.allocator(call.q.device)
 
     def made(given: Tensor | None, like: Tensor) -> Tensor:
@@ -535,8 +537,13 @@ def _traced(call: Backward) -> Grads:
 def new_grads(call: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised gradients, as ``mha_prefill_backward`` allocates them; no rows for what is
     None there."""
-    rope = call.q.new_empty((0, 1, ROPE)) if call.k_rope is None else _like(call.k_rope)
+    rope = no_rope(call.q) if call.k_rope is None else _like(call.k_rope)
     return _like(call.q), _like(call.k_nope), rope, _like(call.v)
+
+
+def no_rope(x: Tensor) -> Tensor:
+    """The gradient that an operator has for a ``k_rope`` that is None: no rows, of x's dtype."""
+    return x.new_empty((0, 1, ROPE))
 
 
 def _like(x: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Mha(NamedTuple):
 
 
 def wants_gradients(*tensors: Any) -> bool:
-    """Whether autograd would want gradients of a tensor, where it records at all."""
+    """Says if autograd would want gradients of a tensor, where it records at all."""
     for value in tensors:  # noqa: SIM110 (on every call: faster than any())
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapmla import tracing
-from snapmla.mha.backward import Backward, backward_now, check_extents, new_grads
+from snapmla.mha.backward import Backward, backward_now, check_extents, new_grads, no_rope
 from snapmla.mha.checking import Mha, check_shapes, wants_gradients
 from snapmla.mha.gradients import Gradients, attend
 from snapmla.mha.prefill import new_results, prefill_now, run
@@ -26,7 +26,7 @@ _GRADIENTS = (
 
 
 def _call(*arguments: Any) -> Mha:
-    """As schemas have them; without results and workspace of what allocates."""
+    """Makes the call from a schema's arguments; without results and workspace of what allocates."""
     given = (*arguments, None, None, None)
     return Mha(*given[: len(Mha._fields)])
 
@@ -56,7 +56,7 @@ def _above_prefill(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> Backward:
-    """As schemas have them, likewise."""
+    """Makes the call from a schema's arguments, likewise."""
     given = (*arguments, *(None,) * 5)
     return Backward(*given[: len(Backward._fields)])
 
@@ -64,7 +64,7 @@ def _backward(*arguments: Any) -> Backward:
 def _mha_prefill_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call = _backward(*arguments)
     dq, dk, rope, dv = backward_now(call)
-    return dq, dk, new_grads(call)[2] if rope is None else rope, dv
+    return dq, dk, no_rope(call.q) if rope is None else rope, dv
 
 
 def _mha_prefill_backward_out(*arguments: Any) -> None:
@@ -81,7 +81,7 @@ def _above_backward(*given: Any) -> tuple[Tensor, ...]:
     """``mha_prefill_backward`` where autograd may record: a derivative of it is refused."""
     if torch.is_grad_enabled() and wants_gradients(*given):
         dq, dk, rope, dv = Gradients.apply(*given)  # type: ignore[no-untyped-call]
-        return dq, dk, new_grads(_backward(*given))[2] if rope is None else rope, dv
+        return dq, dk, no_rope(dq) if rope is None else rope, dv
     with tracing.below_autograd():
         grads: tuple[Tensor, ...] = torch.ops.snapmla.mha_prefill_backward(*given)
         return grads
