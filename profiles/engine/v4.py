@@ -1,11 +1,11 @@
 """vLLM's class of DeepSeek-V4's attention, alone, in a CUDA graph: ours beside FlashMLA.
 
-The model itself needs more beside the pack than a GPU machine of this project takes (tilelang 0.1.9
-for its hyper-connections, 43 MiB, and nvidia-cutlass-dsl 4.6 for its compressor), so here the class
-is made without it: ``DeepseekV4FlashMLAAttention.forward_mqa`` over metadata of vLLM's own classes,
-as many layers a graph as a model has of a type, planned inside as vLLM does it.  Caches, heads and
-lists are those of the table ``sparse_v4_cost``, whose row is measured in the same run: what the
-names' own calls gain is to be left in the step.
+The model itself needs more than the pack has (tilelang 0.1.9 for its hyper-connections, 43 MiB, and
+nvidia-cutlass-dsl 4.6 for its compressor), so here the class is made without it:
+``DeepseekV4FlashMLAAttention.forward_mqa`` over metadata of vLLM's own classes, as many layers a
+graph as a model has of a type, planned inside as vLLM does it. Caches, heads and lists are those of
+the table ``sparse_v4_cost``, whose row is measured in the same run: what the names' own calls gain
+is to be left in the step.
 
 Kernels of attention and planning are told apart by a profile of the graph's replays; a layer of
 every fourth token also turns its choice into rows, which is vLLM's kernel in both.

@@ -1,4 +1,4 @@
-"""What the first step of a process shows of settings that had no effect, told once.
+"""Warnings behind a process's first step of settings that had no effect, each once.
 
 A step begins where vLLM makes the context of a forward pass that has attention's metadata; graphs
 that are captured count, memory that is profiled does not.  At the second one the first is over,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from snapmla.integrations.vllm import flashmla
 
 NAME = "create_forward_context"
 _log = logging.getLogger(flashmla.LOGGER)
+_lock = threading.Lock()
 _over: set[Any] = set()  # functions of vLLM whose first step was told
 
 
@@ -30,7 +32,7 @@ def watch() -> None:
 
 
 class _Watched:
-    """vLLM's function, and what of its calls is a step."""
+    """vLLM's function, which counts those of its calls that are a step."""
 
     def __init__(self, theirs: Callable[..., Any], module: Any) -> None:
         self.theirs, self.module = theirs, module
@@ -41,14 +43,16 @@ class _Watched:
     def __call__(self, attn_metadata: Any, vllm_config: Any, *given: Any, **named: Any) -> Any:
         # contexts inside of another are parts of its step
         if not self.done and attn_metadata and not self.module.is_forward_context_available():
-            if self.first is None:
-                self.first = attn_metadata, vllm_config
-            else:
-                self._told(*self.first)
+            with _lock:  # engines in threads of one process share this
+                first, self.first = self.first, (attn_metadata, vllm_config)
+                first = None if self.done else first
+                self.done = self.done or first is not None
+            if first is not None:
+                self._told(*first)
         return self.theirs(attn_metadata, vllm_config, *given, **named)
 
     def _told(self, attn_metadata: Any, vllm_config: Any) -> None:
-        self.done, self.first = True, None
+        self.first = None
         _over.add(self.theirs)
         if getattr(self.module, NAME) is self:  # else another one stands around it
             setattr(self.module, NAME, self.theirs)
@@ -57,7 +61,7 @@ class _Watched:
 
 
 def sentences(attn_metadata: Any, vllm_config: Any, calls: int) -> Iterator[str]:
-    """What to say after a step.
+    """Sentences to say after a step.
 
     Args:
         attn_metadata: by layer, or a list of such.
@@ -83,7 +87,7 @@ def sentences(attn_metadata: Any, vllm_config: Any, calls: int) -> Iterator[str]
 
 
 def _is_ours(backend: Any) -> bool:
-    """Whether a member of vLLM's enumeration stands for one of our backends."""
+    """Says if a member of vLLM's enumeration stands for one of our backends."""
     if backend is None:
         return False
     try:

@@ -56,6 +56,7 @@ def install() -> bool:
         for name, kind in _KINDS.items():
             there = getattr(module, name)
             ours = there if isinstance(there, _OfVLLM) else kind(there, invariant)
+            ours.invariant = invariant  # an engine before this one may have had another mode
             setattr(module, name, ours)
             for other in surface.BINDING:
                 bound = sys.modules.get(other)
