@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# What an item takes beside its tiles, in tiles, of any sparse kernel: ``profiles.sparse_tiles``.
+# What an item takes beside its tiles, in tiles, of any sparse kernel: ``profiles.tables.sparse_tiles``.
 ITEM_TILES = 2.0
 
 
