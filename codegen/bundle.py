@@ -39,6 +39,7 @@ SPEC_FILES = (
     "dims.py",
     "cache_records/*.py",
     "index_cache.py",
+    "mha_grads.py",
     "mha_list.py",
     "topk_share.py",
     "records.py",

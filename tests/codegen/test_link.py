@@ -93,6 +93,7 @@ def test_single_builds_say_too_that_nothing_was_linked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
     record = Record(CHEAP.name, CHEAP.symbol, {}, "", "", [], "", "", "")
+    artifacts.paths(tmp_path, CHEAP)["ptx"].write_text("")  # which a build leaves, to be audited
     monkeypatch.setattr(compiler, "ensure", lambda *a, **k: (record, True))
     monkeypatch.setattr(compiler, "build", lambda *a, **k: record)
     arguments = [command, CHEAP.name, "--out", str(tmp_path)]
