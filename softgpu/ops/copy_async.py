@@ -58,9 +58,18 @@ def cp_async(ins: Instr, k: Decoder) -> Handler:
             lanes = d if m is True else d[mask]
             w.shared.check(lanes, size, w.block.rank, "cp.async", size)
             w.hazard.cp_async(m, w.hazard.owner.granules(lanes, size))
+            _check_sources(w, s, np.minimum(n, size), mask)
         w.copies[-1].append(w.machine.issue(land, ins.opcode))
 
     return run
+
+
+def _check_sources(w: Any, source: Any, counts: Any, mask: Any) -> None:
+    """Global memory that the lanes' copies read, by the bytes of each: generic loads to the checker."""
+    for count in np.unique(counts[mask]):
+        if count:
+            lanes = mask & (counts == count)
+            w.machine.globals.read(w.hazard, source, lanes, int(count))
 
 
 def _commit_cp(w: Any) -> None:

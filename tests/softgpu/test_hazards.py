@@ -367,6 +367,25 @@ GLOBAL = {
         f"{INIT} @%p52 st.global.b32 [%rd61], 1; {GAP} {EXPECT} {COPY} {wait()}",
         "fence.proxy.async; bar.sync 0;", events=("st.global", "cp.async.bulk"), order_matters=True,
     ),
+    "cp.async of what the other warp wrote": Case(
+        "global-race",
+        f"@%p51 st.global.b32 [%rd61], 1; {GAP}"
+        "@%p52 cp.async.ca.shared.global [%r2], [%rd61+-128], 4; cp.async.wait_all;",
+        "bar.sync 0;", events=("st.global", "cp.async.ca"),
+    ),
+    "cp.async of what another block wrote": Case(
+        "global-race",
+        f"mov.u32 %r20, %ctaid.x; setp.eq.s32 %p1, %r20, 0; @%p1 st.global.b32 [%rd61], 1;"
+        f"{GAP} @!%p1 {CP} cp.async.wait_all;", "add.s64 %rd61, %rd61, 512;",
+        events=("st.global", "cp.async.ca"), launch={"grid": 2},
+    ),
+    "cp.async of the narrow half that is read": Case(
+        "global-race",
+        f"mov.b32 %r21, 4; @%p51 st.global.b32 [%rd61], 1; {GAP} and.b32 %r22, %r2, -8;"
+        "and.b64 %rd62, %rd61, -8; setp.ne.s32 %p2, %r97, 0; and.pred %p2, %p52, !%p2;"
+        "@%p2 cp.async.ca.shared.global [%r22], [%rd62+-128], 8, %r21; cp.async.wait_all;",
+        "mov.b32 %r21, 0;", events=("st.global", "cp.async.ca"),
+    ),
 }  # fmt: skip
 CASES = {
     f"{family}: {name}": case
@@ -579,7 +598,7 @@ class Chain:
 WRITE, READ = "st.global.b32 [%rd61], %r99;", "ld.global.b32 %r10, [%rd61];"
 
 
-@pytest.mark.parametrize("access", [READ, WRITE, "red.global.add.u32 [%rd61], 1;"])
+@pytest.mark.parametrize("access", [READ, WRITE, "red.global.add.u32 [%rd61], 1;", CP])
 def test_a_dependent_launch_must_wait(monkeypatch: pytest.MonkeyPatch, access: str) -> None:
     chain = Chain(monkeypatch)
     chain.run("st.global.b32 [%rd61], 7;")
@@ -590,7 +609,7 @@ def test_a_dependent_launch_must_wait(monkeypatch: pytest.MonkeyPatch, access: s
         error.value
     )
     assert [e.text for e in error.value.events] == [" ".join(access.rstrip(";").split())]
-    chain.run("griddepcontrol.wait;" + access)
+    chain.run("griddepcontrol.wait;" + access + "cp.async.wait_all;")
     chain.run("ld.global.b32 %r10, [%rd61+128];")  # nobody writes there
 
 
