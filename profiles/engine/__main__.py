@@ -6,8 +6,10 @@ python -m profiles.engine chunk                a chunk of prefill over a cached 
 python -m profiles.engine sparse               accuracy and speed of a DSA model of 4 layers
 python -m profiles.engine sparse-deep          steps of 27 layers (--timing BxTOKENS: of one shape)
 python -m profiles.engine sparse-old-new --old DIR   the same steps with an older packed checkout
+python -m profiles.engine sparse-switch [--old DIR]  steps of 27 layers: names, backend, older one
 python -m profiles.engine mtp                  accepted drafts of a model's own draft layer
 python -m profiles.engine v4                   V4's attention class in a CUDA graph
+python -m profiles.engine v4-call              what of that class differs from the names' own calls
 python -m profiles.engine sparse-why           what of a request differs alone and in a batch
 python -m profiles.engine gates                the acceptance, from the committed JSON
 """
@@ -25,13 +27,14 @@ from rich.console import Console
 from codegen.artifacts import ROOT, write_atomic
 from profiles.engine import bring as bringing
 from profiles.engine import chunk as chunks
-from profiles.engine import gates, mtp, old_new, study, v4, why
+from profiles.engine import gates, mtp, old_new, study, switch, v4, v4_call, why
 from profiles.engine.bring import RELEASE
 from profiles.engine.spec import SPARSE_TIMINGS
 
 WORK = ROOT / "build" / "engine"
 RESULTS = ROOT / "profiles" / "results" / "engine"
 DEEP, OLD_NEW, MTP, V4 = "sparse-deep", "sparse-old-new", "mtp", "v4"
+V4_CALL, SWITCHED = "v4-call", "sparse-switch"
 OF_TIMINGS = tuple(f"{DEEP}-{timing}" for timing in SPARSE_TIMINGS)  # of calls with --timing
 
 app = typer.Typer(add_completion=False, help="vLLM with the plugin (docs/integration.md).",
@@ -132,6 +135,17 @@ def sparse_old_new(
     finish(OLD_NEW, study.speed(work, old_new.cases(work)), failed, out)
 
 
+@app.command(SWITCHED)
+def sparse_switch(
+    old: Annotated[Path | None, typer.Option(help="an older packed checkout")] = None,
+    work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0,
+) -> None:  # fmt: skip
+    """Steps of a deep DSA model by FlashMLA's names, by our backend, by an older one, in turn."""
+    study.prepare_sparse(work, study.LAYERS)
+    failed = switch.run(work, old, limit)
+    finish(SWITCHED, study.speed(work, switch.cases(work, old is not None)), failed, out)
+
+
 @app.command("mtp")
 def drafted(work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0) -> None:
     """Accepted drafts of a model whose drafts are right, ours and vLLM's own."""
@@ -145,6 +159,12 @@ def drafted(work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0) -> None
 def of_v4(out: Out = RESULTS) -> None:
     """V4's attention class of vLLM in a CUDA graph, ours beside FlashMLA."""
     finish(V4, v4.measure(), [], out)
+
+
+@app.command("v4-call")
+def of_v4_call(out: Out = RESULTS) -> None:
+    """What of V4's class changes the ratio of the names' own calls, one thing at a time."""
+    finish(V4_CALL, v4_call.measure(), [], out)
 
 
 @app.command("sparse-why")
@@ -190,7 +210,13 @@ def report(out: Path) -> list[gates.Gate]:
         written = (one.get("accuracy", {}), times, (study.SHALLOW, study.LAYERS))
         write_atomic(out / "engine-sparse.md", gates.sparse_page(headed(chosen), *written))
         found += gates.sparse_gates(*written)
-    for part, pages in (("chunk", chunks), ("sparse-why", why), (MTP, mtp), (V4, v4)):
+    for part, pages in (
+        ("chunk", chunks),
+        ("sparse-why", why),
+        (MTP, mtp),
+        (V4, v4),
+        (V4_CALL, v4_call),
+    ):
         result = {part: read(out, part)}
         if result[part]:
             told = result[part]["data"]

@@ -5,7 +5,8 @@ of every step; times decode steps with the whole batch past its prefill.  Writes
 and ``OUT/NAME.pt`` with tokens and log-probabilities.
 
 ``OUT/gate`` is a lock: engines import side by side and run one after another, so that none
-disturbs another's times.
+disturbs another's times.  Where nothing is timed, lanes have locks of their own
+(``OUT/gate-LANE``).
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ SETTINGS = {
 
 
 @contextmanager
-def alone_on_the_gpu(folder: Path) -> Iterator[None]:
-    """Waits for its turn."""
-    with (folder / "gate").open("w") as gate:
+def alone_on_the_gpu(folder: Path, lane: str = "") -> Iterator[None]:
+    """Waits for its turn, in a lane."""
+    with (folder / (f"gate-{lane}" if lane else "gate")).open("w") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         yield
 
@@ -276,17 +277,31 @@ def run(case: Case, out: Path) -> dict[str, Any]:
     return result
 
 
+def inspect_here() -> None:
+    """Lets vLLM look at a model's class in this process: it starts another one for that, which
+    imports all of it anew, 20 to 30 seconds for the target and again for its draft.
+
+    Where the engine has a process of its own this one must not touch the GPU, and it stays so.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
 def main(case_file: str, out: str) -> None:
     case, folder = Case.read(Path(case_file)), Path(out)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if case.own_process else "0"
     os.environ[env.VLLM_SPARSE.name] = "1" if case.sparse else "0"
-    os.environ[env.VLLM_FLASHMLA.name] = "1" if case.flashmla else "0"
+    if (switch := getattr(env, "VLLM_FLASHMLA", None)) is not None:  # an older package has none
+        os.environ[switch.name] = "1" if case.flashmla else "0"
     os.environ["VLLM_BATCH_INVARIANT"] = "1" if case.batch_invariant else "0"
-    import vllm  # noqa: F401 (20 seconds, before the turn)
+    from vllm import LLM  # noqa: F401 (30 seconds, before the turn)
 
-    with alone_on_the_gpu(folder):
+    if not case.own_process:
+        inspect_here()
+    with alone_on_the_gpu(folder, case.lane):
         result = run(case, folder)
         write_atomic(folder / f"{case.name}.json", json.dumps(result, indent=1))
         print(f"{case.name}: done in {result['seconds']} s", flush=True)

@@ -55,6 +55,9 @@ class Case:
         profile: also tell attention's share of a step.
         cache_gib: memory of the cache.
         longest: ``max_model_len``.
+        lane: cases of one lane take turns on the GPU, lanes run side by side; empty: the lane of
+            cases that are timed.
+        beside: all cases of a study whose rounds are timed in turn, this one among them.
     """
 
     name: str
@@ -79,6 +82,8 @@ class Case:
     profile: bool = False
     cache_gib: float = 8.0
     longest: int = 8192
+    lane: str = ""
+    beside: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         write_atomic(path, json.dumps(asdict(self), indent=1))
@@ -86,7 +91,8 @@ class Case:
     @classmethod
     def read(cls, path: Path) -> Case:
         values = json.loads(path.read_text())
-        return cls(**values | {"timings": tuple(values["timings"])})
+        lists = {name: tuple(values[name]) for name in ("timings", "beside")}
+        return cls(**values | lists)
 
 
 def shape_of(timing: str) -> tuple[int, int]:

@@ -138,19 +138,19 @@ class Step:
 
 
 @contextmanager
-def _stream() -> Iterator[torch.cuda.Stream]:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        yield stream
+def stream() -> Iterator[torch.cuda.Stream]:
+    made = torch.cuda.Stream()
+    with torch.cuda.stream(made):
+        yield made
     torch.cuda.synchronize()
 
 
 def captured(step: Step, name: Callable[..., Any]) -> torch.cuda.CUDAGraph:
     """A graph of the step, whose first call plans inside of it."""
-    with _stream() as stream:
+    with stream() as own:
         step.run(name)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=own):
         step.run(name)
     return graph
 
@@ -166,14 +166,14 @@ def timed(graph: torch.cuda.CUDAGraph) -> float:
     return begin.elapsed_time(end) / REPLAYS
 
 
-def in_turn(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
-    """Microseconds of a layer in replays, the median of rounds."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
+def in_turn(graphs: Mapping[Any, torch.cuda.CUDAGraph], calls: int = LAYERS) -> dict[Any, float]:
+    """Microseconds of a call in replays, of so many, the median of rounds."""
+    times: dict[Any, list[float]] = {name: [] for name in graphs}
     pick = random.Random(0)
     for _ in range(ROUNDS):
         for name in pick.sample(list(graphs), len(graphs)):
             times[name].append(timed(graphs[name]))
-    return {name: 1e3 * median(ms) / LAYERS for name, ms in times.items()}
+    return {name: 1e3 * median(ms) / calls for name, ms in times.items()}
 
 
 def kernels_us(graph: torch.cuda.CUDAGraph) -> float:
