@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
     Attributes:
         lengths: none, ``full``: tensors that say that all entries count, ``drawn``: of the second
-            list 0 to all.
+            list 0 to all, ``skewed``: all of every eighth, 0 of the others.
         sinks: a tensor of -inf.
         own_results: each call writes memory of its own.
         own_lse: ours allocates the LSE.
@@ -66,6 +66,7 @@ WAYS = {
     "all but own results": ALL,
     "all": ALL._replace(own_results=True),
     "lengths drawn": Way(lengths="drawn"),
+    "lengths skewed": Way(lengths="skewed"),
 }
 
 
@@ -87,9 +88,12 @@ def draw(shape: Shape, caches: Sequence[PagedKVCache], heads: int) -> Drawn:
     q[:, :, : shape.heads] = torch.randn(shape.tokens, 1, shape.heads, 512, device=device)
     full = lambda n: torch.full((shape.tokens,), n, dtype=torch.int32, device=device)
     some = torch.randint(0, shape.more + 1, (shape.tokens,), dtype=torch.int32, device=device)
-    first = full(sparse_v4_cost.WINDOW)
-    more = (full(shape.more), some) if shape.more else (None, None)
-    return Drawn(q, caches, sets, {"full": (first, more[0]), "drawn": (first, more[1])})
+    one = torch.arange(shape.tokens, device=device) % 8 == 0
+    first, kinds = full(sparse_v4_cost.WINDOW), {
+        "full": full(shape.more), "drawn": some, "skewed": full(shape.more) * one.int(),
+    }  # fmt: skip
+    lengths = {kind: (first, more if shape.more else None) for kind, more in kinds.items()}
+    return Drawn(q, caches, sets, lengths)
 
 
 def calls_of(way: Way, drawn: Drawn, name: Callable[..., Any], metadata: Callable[[], Any],
@@ -193,7 +197,7 @@ def graphs_of(
         OURS: (own, lambda: flash_mla.get_mla_metadata()[0], draw(shape, caches, shape.heads)),
     }
     for label, way in WAYS.items():
-        if way.lengths == "drawn" and not shape.more:
+        if way.lengths in ("drawn", "skewed") and not shape.more:
             continue
         for who, (name, metadata, drawn) in sides.items():
             run = calls_of(way, drawn, name, metadata, who == OURS)
