@@ -342,8 +342,11 @@ def make_plan(
     free = options.num_parts is None and not split_tiles and stretches == 1
     load = dispatch.Load(units, num_parts, max_tiles)
     # the software GPU has no times, and what is traced for any size has no size
-    if shape.full and free and tile_ns and all(isinstance(extent, int) for extent in load):
-        split_tiles = max_tiles if dispatch.stays_whole(dispatch.card_of(device), spec, load) else 0
+    if free and tile_ns and all(isinstance(extent, int) for extent in load):
+        card = dispatch.card_of(device)
+        whole = shape.full and dispatch.stays_whole(card, spec, load)
+        whole = whole or dispatch.is_never_cut(card, spec, max_tiles)
+        split_tiles = max_tiles if whole else 0
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
 
     def ints(*shape: int) -> torch.Tensor:

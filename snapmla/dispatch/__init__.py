@@ -48,6 +48,7 @@ from snapmla.dispatch.model import (
 from snapmla.dispatch.needs import needs
 from snapmla.dispatch.sparse_decode import (
     PIPELINES,
+    is_never_cut,
     parts_of_lists,
     pipeline_of,
     stays_whole,
@@ -77,6 +78,7 @@ __all__ = [
     "choose_sparse",
     "explain",
     "facts_of",
+    "is_never_cut",
     "longest_item",
     "needs",
     "op_of",

@@ -16,7 +16,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch import dense_decode, fp8_decode
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge
-from snapmla.dispatch.costs import Costs, costs_of, parts_of
+from snapmla.dispatch.costs import Costs, Tile, costs_of, parts_of
 from snapmla.dispatch.decode import FAST, STANDARD, DecodeOp, Features, Problem
 from snapmla.dispatch.load import Load, Share
 
@@ -181,11 +181,25 @@ def parts_of_lists(sms: int, num_heads: int, tokens: int, spec: VariantSpec) -> 
     return min(most, PARTS_OF_FEW) if few else most
 
 
+def _tile_of(card: Card, spec: VariantSpec) -> Tile | None:
+    costs = costs_of(spec.op, spec.arch, card.name)
+    return None if costs is None else costs.tiles.get((spec.pipeline, spec.row_tile))
+
+
 def stays_whole(card: Card, spec: VariantSpec, load: Load) -> bool:
     """Whether full lists take least if none is cut; not of a kernel that nobody measured."""
-    costs = costs_of(spec.op, spec.arch, card.name)
-    tile = None if costs is None else costs.tiles.get((spec.pipeline, spec.row_tile))
+    tile = _tile_of(card, spec)
     return tile is not None and not min(load.shares(), key=tile.us).cut
+
+
+def is_never_cut(card: Card, spec: VariantSpec, tiles: int) -> bool:
+    """Whether lists of at most so many tiles take least if none is cut, however long each one is.
+
+    Parts of whole lists take less than one list longer than equal parts, so nothing is lost where
+    cutting takes longer than a list.
+    """
+    tile = _tile_of(card, spec)
+    return tile is not None and tiles * tile.tile_us <= tile.cut_us
 
 
 def _op(fmt: str, **attributes: Any) -> SparseOp:

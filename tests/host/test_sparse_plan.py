@@ -9,6 +9,7 @@ import torch
 
 import snapmla
 from snapmla import dispatch
+from snapmla.decode_plan import DecodePlan
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
@@ -62,6 +63,32 @@ def test_full_lists_stay_whole_where_a_merge_costs_more_than_balance(
         assert dispatch.stays_whole(card, spec, dispatch.Load(*load)) == whole
     nobody_measured = spec.replace(pipeline="f16", cache_dtype="fp8")
     assert not dispatch.stays_whole(card, nobody_measured, dispatch.Load(*load))
+
+
+@pytest.mark.parametrize("row_tile", [16, 32, 64])
+def test_short_lists_are_never_cut(row_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V4's window of 128 tokens: whatever its lengths, no merge is launched behind decode."""
+    card = dispatch.card_named("H200")
+    assert card is not None
+    spec = dispatch.choose_sparse(card, row_tile, cache="fp8_v4", row_tile=row_tile)
+    assert [dispatch.is_never_cut(card, spec, n) for n in (1, 2, 3, 10)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not dispatch.is_never_cut(card, spec.replace(pipeline="f16", cache_dtype="fp8"), 1)
+    monkeypatch.setattr(dispatch, "card_of", lambda device: card)
+    monkeypatch.setattr(SparseOptions, "tile_times", lambda *_: (2000, 10))
+    monkeypatch.setattr("snapmla.sparse.plan.sm_count", lambda device: 132)
+    monkeypatch.setattr(DecodePlan, "update_", lambda self, *_: self)
+    options = SparseOptions(num_heads=row_tile, cache_dtype="fp8_v4")
+    lengths = torch.tensor([128, 3, 0, 77], dtype=torch.int32)
+    short, longer = (plan_sparse(options, topk, 1, lengths) for topk in (128, 129))
+    assert (short.merges, short.split_tiles) == (0, 2)
+    assert (longer.merges, longer.split_tiles) == (1, 0)
+    asked = dataclasses.replace(options, num_parts=3)
+    assert plan_sparse(asked, 128, 1, lengths).split_tiles == 0  # as the caller says
 
 
 @pytest.mark.parametrize(
