@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from dsl_kernels.cache_records import ds_mla, v4
-from snapmla import flash_mla, runtime
+from snapmla import checks, flash_mla, runtime
 from snapmla.errors import SnapMLAError
 
 SCHEDULE = "of_snapmla"  # attribute of the engine's metadata
@@ -157,9 +157,16 @@ class Decode(Name):
 
 
 def schedule_of(theirs: Any) -> Any:
-    """Our schedule for an object of the engine's metadata: an attribute of it, made once."""
+    """Our schedule for an object of the engine's metadata: an attribute of it, made once.
+
+    Raises:
+        TypeError: it is none of FlashMLA's scheduling objects, one of which serves a step alone.
+    """
     schedule = getattr(theirs, SCHEDULE, None)
     if schedule is None:
+        if isinstance(theirs, torch.Tensor) or not hasattr(theirs, "have_initialized"):
+            wanted = "an object of get_mla_metadata, which has have_initialized"
+            checks.type_error("tile_scheduler_metadata", wanted, type(theirs).__name__)
         schedule, _ = flash_mla.get_mla_metadata()
         setattr(theirs, SCHEDULE, schedule)
     return schedule

@@ -418,6 +418,20 @@ def test_the_first_call_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert name.calls == 2
 
 
+def test_a_schedule_wants_a_scheduling_object(caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors of records are a step's lengths, which a schedule that is kept would not see."""
+    for given in (torch.zeros(1, 8, dtype=torch.int32), None, (TheirMeta(), None)):
+        with pytest.raises(TypeError, match="tile_scheduler_metadata: expected an object of get_m"):
+            flashmla_switch.schedule_of(given)
+    name, q = flashmla._Decode(lambda *given: "theirs"), torch.zeros(1, 1, 16, 576).bfloat16()
+    with caplog.at_level(logging.WARNING, flashmla.LOGGER):
+        assert name(q, q, None, None, 512, q) == "theirs"
+    (line,) = lines_of(caplog)
+    assert "runs, not snapmla's: tile_scheduler_metadata: expected an object" in line
+    meta = TheirMeta()
+    assert flashmla_switch.schedule_of(meta) is flashmla_switch.schedule_of(meta)
+
+
 # ------------------------------------------------------------------------------- the first step
 
 
@@ -476,13 +490,66 @@ def test_a_first_step_without_a_call_is_told_once(
     assert list(first_step.sentences({"layer": 1}, config(None), flashmla.calls())) == []
 
 
-def test_our_backend_that_no_layer_takes_is_told() -> None:
+class Context:
+    """vLLM's dataclass of a forward pass."""
+
+
+def test_microbatches_are_one_step(
+    contexts: Any, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """0.33 makes the contexts of all of a step's before it runs the first."""
+    monkeypatch.setenv("SNAPMLA_VLLM_FLASHMLA", "1")
+    contexts.create_forward_context = lambda attn_metadata, vllm_config: Context()
+    flashmla.install()
+    first_step.watch()
+    make = lambda: contexts.create_forward_context({"layer": 1}, config(None))
+    with caplog.at_level(logging.WARNING, flashmla.LOGGER):
+        both = [make(), make(), make()]
+        assert len({id(each) for each in both}) == 3 and not lines_of(caplog)
+        del both  # the step is over
+        make()
+    (line,) = lines_of(caplog)
+    caplog.clear()
+    first_step._over.clear()
+    first_step.watch()
+    kept = []  # by graphs that were captured
+    while not lines_of(caplog):
+        kept.append(make())
+    assert len(kept) == first_step.MICROBATCHES + 1
+    assert "vLLM's own kernel ran, and a line before this one says why" in line
+
+
+def test_microbatches_whose_step_calls_ours(
+    contexts: Any, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SNAPMLA_VLLM_FLASHMLA", "1")
+    theirs = contexts.create_forward_context = lambda attn_metadata, vllm_config: Context()
+    flashmla.install()
+    first_step.watch()
+    make = lambda: contexts.create_forward_context({"layer": 1}, config(None))
+    with caplog.at_level(logging.WARNING, flashmla.LOGGER):
+        both = [make(), make()]
+        modules[surface.FLASHMLA].flash_mla_with_kvcache.calls = 1
+        del both
+        make()
+    assert not lines_of(caplog) and contexts.create_forward_context is theirs
+
+
+def test_our_backend_that_no_layer_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek-V4 beside SNAPMLA_SPARSE: its layers choose their own attention."""
     path = "snapmla.integrations.vllm.sparse.SnapMLASparseBackend"
     ours = type("Ours", (), {"__module__": "snapmla.integrations.vllm.sparse"})()
     (said,) = first_step.sentences([{"a": object()}, {"b": object()}], config(path), 0)
     assert said.startswith("--attention-backend SNAPMLA_SPARSE is snapmla's, and no layer")
-    assert "vLLM's kernel runs; SNAPMLA_VLLM_FLASHMLA=1" in said
+    assert "vLLM's kernels run: layers choose their own attention" in said
+    assert "; SNAPMLA_VLLM_FLASHMLA=1 puts" in said
+    with monkeypatch.context() as patched:
+        patched.setenv("SNAPMLA_VLLM_FLASHMLA", "1")
+        patched.setattr(flashmla, "installed", lambda: False)
+        (said,) = first_step.sentences([{"a": object()}], config(path), 0)
+        assert said.endswith("that the backend does not serve")
     assert list(first_step.sentences({"a": object(), "b": ours}, config(path), 0)) == []
     assert list(first_step.sentences({"a": object()}, config("vllm.other.Backend"), 0)) == []
     assert list(first_step.sentences({}, config(path), 0)) == []

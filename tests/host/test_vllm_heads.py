@@ -194,6 +194,26 @@ def test_what_falls_through_is_padded(
     assert torch.equal(most, q[:, 0, :, 0]) and torch.equal(lse, most)
 
 
+@pytest.mark.parametrize(("release", "heads_of"), [("0.26.0", 64), ("0.33.0", 16), (None, 64)])
+def test_prompts_that_fall_through(
+    release: str | None, heads_of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.33's kernel of prompts takes 16 heads; no kernel of decode does."""
+    monkeypatch.setattr(surface, "known_release", lambda: release)
+
+    def flash_mla_sparse_fwd(q: Any, *given: Any, **named: Any) -> Any:
+        assert q.shape[1] == heads_of
+        return q * 3, q[..., 0], q[..., 0]
+
+    name = flashmla._Prefill(flash_mla_sparse_fwd, invariant=True)
+    q = torch.randn(2, 16, 512).bfloat16()
+    found, *_ = name(q, q, q, 1.0)
+    assert torch.equal(found, q * 3)
+    decode = {"q": q[:, None], "indices": q}
+    assert heads.taken(decode) == heads.TAKEN and not heads.fits(decode)
+    assert heads.taken({"kv": q})[-2:] == heads.TAKEN  # 96 heads are padded to 128
+
+
 def test_what_needs_no_padding_is_passed_on_as_it_is() -> None:
     def flash_mla_with_kvcache(*given: Any, **named: Any) -> Any:
         return given, named

@@ -234,6 +234,7 @@ class FirstStep:
             _log.warning(
                 "snapmla: %s=1, and this process's first step of decode had no call of FlashMLA's "
                 "names that snapmla computed: its attention is another backend's (DSA models want "
-                "--kv-cache-dtype fp8_e4m3, dense ones --attention-backend flashmla)",
+                "--kv-cache-dtype fp8_e4m3, dense ones --attention-backend flashmla), or SGLang's "
+                "own kernel ran, and a line before this one says why",
                 env.SGLANG_FLASHMLA.name,
             )  # fmt: skip

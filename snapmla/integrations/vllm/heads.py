@@ -10,7 +10,7 @@ what vLLM's answers.  Prompts' queries, which a backend of V3.2 pads by itself, 
 kernel's tile has 64 rows of heads in any case.
 
 A call of unpadded heads that ours does not serve after all is padded here (``padded``), for
-vLLM's kernel.
+vLLM's kernel, unless that takes as many: of prompts 0.33's does from 8 on.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from snapmla.integrations.vllm import surface
 # of queries that vLLM's own kernel in front of V4's attention writes
 WRITTEN = (8, 16, 32, 64, 128)
 TAKEN = (64, 128)  # by FlashMLA's kernels
+OF_PROMPTS = {"0.33.0": WRITTEN}  # by a release's kernel of prompts on Hopper, where heads come so
 _OWNERS = {
     module: (owner, name, v4.RECORD.name if "deepseek_v4" in module else ds_mla.FORMAT)
     for module, owner, name in surface.PADDING
@@ -131,11 +132,17 @@ def _shards() -> int:
         return 1
 
 
+def taken(told: Mapping[str, Any]) -> tuple[int, ...]:
+    """Heads that vLLM's kernel of a sparse call takes."""
+    release = surface.known_release() if "kv" in told else None
+    return TAKEN if release is None else OF_PROMPTS.get(release, TAKEN)
+
+
 def fits(told: Mapping[str, Any]) -> bool:
     """Whether a call's heads are such that vLLM's kernel takes them; dense ones' always are."""
     q = told.get("q")
     sparse = "kv" in told or told.get("indices") is not None
-    return not (isinstance(q, Tensor) and q.ndim > 1 and sparse) or q.shape[-2] in TAKEN
+    return not (isinstance(q, Tensor) and q.ndim > 1 and sparse) or q.shape[-2] in taken(told)
 
 
 def padded(theirs: Callable[..., Any], told: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -148,7 +155,7 @@ def padded(theirs: Callable[..., Any], told: Mapping[str, Any]) -> tuple[Tensor,
     named = dict(told)
     q, out, sink = named["q"], named.pop("out", None), named.get("attn_sink")
     heads = q.shape[-2]
-    count = next(each for each in TAKEN if heads <= each)
+    count = next(each for each in taken(told) if heads <= each)
     named["q"] = functional.pad(q, (0, 0, 0, count - heads))
     if sink is not None:
         named["attn_sink"] = functional.pad(sink[:heads], (0, count - heads), value=-math.inf)
