@@ -59,7 +59,9 @@
 #                              call on the same machine runs what is left, and
 #                              engine:sparse-deep,--timing,8x131072 one shape (32x32768 the other)
 #   engine:sparse-old-new,--old,DIR  steps of 27 layers with an older packed checkout and this one
+#   engine:sparse-switch[,--old,DIR]  steps of 27 layers by FlashMLA's names and by the backend, in turn
 #   engine:v4                  V4's attention class of vLLM in a CUDA graph, ours beside FlashMLA
+#   engine:v4-call             what of that class differs from the names' own calls, one at a time
 #   engine:mtp                 how many drafts of a model's own draft layer are taken, ours and its own
 #   engine:sparse-why          which tensor of a request differs alone and in a batch
 #   record                     what the software GPU replays, to $OUT/softgpu_h200.npz; before pack's
