@@ -139,10 +139,11 @@ def sparse_old_new(
 def sparse_switch(
     old: Annotated[Path | None, typer.Option(help="an older packed checkout")] = None,
     work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0,
+    timing: Annotated[str, typer.Option(help="BxTOKENS of a step")] = switch.TIMING,
 ) -> None:  # fmt: skip
     """Steps of a deep DSA model by FlashMLA's names, by our backend, by an older one, in turn."""
     study.prepare_sparse(work, study.LAYERS)
-    failed = switch.run(work, old, limit)
+    failed = switch.run(work, old, limit, timing)
     finish(SWITCHED, study.speed(work, switch.cases(work, old is not None)), failed, out)
 
 

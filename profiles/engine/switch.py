@@ -9,6 +9,7 @@ another, and again.  An engine whose requests are over is idle.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from profiles.gate import Gate
 from profiles.gate import page as gates_page
 from snapmla import env
 
-TIMING = "32x32768"
+TIMING, PROMPTS = "32x32768", "prompts-in-turn.json"
 SWITCH, BACKEND, OLD = "switch", "backend", "old"
 ROUNDS, WARM, STEPS = 5, 6, 34
 LEAST, EQUAL = 1.15, 1.02  # old's step by the backend's; times that count as equal
@@ -37,13 +38,13 @@ TITLE = "# A step of a deep DSA model in vLLM, by FlashMLA's names and by the pl
 
 
 def cases(folder: Path, old: bool) -> list[Case]:
-    """An engine each."""
+    """An engine each, which reads its prompts from ``PROMPTS``."""
     names = (SWITCH, BACKEND, *((OLD,) if old else ()))
     shared: dict[str, Any] = study.SPARSE
     return [
         Case(
             name=name, model=str(folder / f"sparse{study.LAYERS}"), study="switch", lane=name,
-            beside=names, own_process=True, prefix_caching=True, flashmla=name == SWITCH,
+            prompts=str((folder / PROMPTS).resolve()), beside=names, own_process=True, prefix_caching=True, flashmla=name == SWITCH,
             sparse=name != SWITCH, longest=study.SPARSE_LONGEST,
             cache_gib=study.LAYERS * 0.9 + 2, **shared,
         )
@@ -64,9 +65,14 @@ def environment(case: Case, old: Path | None) -> tuple[Path, dict[str, str]]:
     return there, settings
 
 
-def run(folder: Path, old: Path | None, limit: float) -> list[str]:
-    """Runs all engines side by side; returns what failed."""
+def run(folder: Path, old: Path | None, limit: float, timing: str = TIMING) -> list[str]:
+    """Runs all engines side by side; returns what failed.
+
+    Args:
+        timing: ``BxTOKENS`` of a step.
+    """
     end, running = time.monotonic() + limit, {}
+    (folder / PROMPTS).write_text(json.dumps(prompts(timing)))
     for mark in folder.glob("turn-*"):
         mark.unlink()
     for case in cases(folder, old is not None):
@@ -170,7 +176,8 @@ def steps(engine: Any, given: Sequence[list[int]], name: str, count: int) -> lis
 
 def measure(engine: Any, out: Path) -> dict[str, Any]:
     """Milliseconds of an engine's steps: each round's median."""
-    case, given = engine.case, prompts(TIMING)
+    case = engine.case
+    given = json.loads(Path(case.prompts).read_text())
     turns, inner = Turns(out, case.name, case.beside), engine.llm.llm_engine
     steps(inner, given, "prompts", 2)
     time.sleep(0.5)  # the engine has aborted them
@@ -181,7 +188,8 @@ def measure(engine: Any, out: Path) -> dict[str, Any]:
             times = steps(inner, given, f"round{number}", WARM + STEPS)[WARM:]
             rounds.append(round(median(times) * 1e3, 4))
             time.sleep(0.1)
-    return {"ms": rounds, "beside": turns.names}
+    shape = f"{len(given)}x{len(given[0])}"
+    return {"ms": rounds, "beside": turns.names, "shape": shape}
 
 
 def ratios(results: Mapping[str, Mapping[str, Any]], slow: str, fast: str) -> list[float]:
@@ -207,7 +215,8 @@ def gates(results: Mapping[str, Mapping[str, Any]]) -> list[Gate]:
 def page(header: Sequence[str], results: Mapping[str, Mapping[str, Any]]) -> str:
     """What was found, as Markdown."""
     judged = gates_page(gates(results)).rstrip()
-    lines = [TITLE, "", *header, f"- {TIMING}, {study.LAYERS} layers; each round's median of "
+    shape = " and ".join(dict.fromkeys(row["shape"] for row in results.values()))
+    lines = [TITLE, "", *header, f"- {shape}, {study.LAYERS} layers; each round's median of "
              f"{STEPS} steps in vLLM's own process, rounds in turn", "", judged, "",
              "| engine | ms of a step, by round | median |", "|---|---|---|"]  # fmt: skip
     lines += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -77,7 +78,7 @@ def test_steps_with_all_requests(vllm: None) -> None:
 
 
 def test_rounds_are_in_turn(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switch, "TIMING", "2x3")
+    (tmp_path / switch.PROMPTS).write_text(json.dumps(switch.prompts("2x3")))
     said: list[str] = []
     theirs = switch.steps
 
@@ -106,6 +107,7 @@ def test_rounds_are_in_turn(vllm: None, tmp_path: Path, monkeypatch: pytest.Monk
     assert rounds == [f"{name} round{i}" for i in range(switch.ROUNDS) for name in names]
     assert all(len(row["ms"]) == switch.ROUNDS for row in found.values())
     assert all(row["beside"] == names for row in found.values())
+    assert {row["shape"] for row in found.values()} == {"2x3"}
 
 
 def test_who_does_not_come_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_who_does_not_come_is_left_out(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def row(*ms: float, beside: tuple[str, ...] = ("switch", "backend", "old")) -> dict[str, Any]:
-    return {"ms": list(ms), "beside": list(beside)}
+    return {"ms": list(ms), "beside": list(beside), "shape": "32x32768"}
 
 
 def test_gate_and_page() -> None:
