@@ -44,9 +44,9 @@ def cases(folder: Path, old: bool) -> list[Case]:
     return [
         Case(
             name=name, model=str(folder / f"sparse{study.LAYERS}"), study="switch", lane=name,
-            prompts=str((folder / PROMPTS).resolve()), beside=names, own_process=True, prefix_caching=True, flashmla=name == SWITCH,
-            sparse=name != SWITCH, longest=study.SPARSE_LONGEST,
-            cache_gib=study.LAYERS * 0.9 + 2, **shared,
+            beside=names, prompts=str((folder / PROMPTS).resolve()), own_process=True,
+            prefix_caching=True, flashmla=name == SWITCH, sparse=name != SWITCH,
+            longest=study.SPARSE_LONGEST, cache_gib=study.LAYERS * 0.9 + 2, **shared,
         )
         for name in names
     ]  # fmt: skip
