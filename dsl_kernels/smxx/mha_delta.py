@@ -6,6 +6,7 @@ for a row of which nothing may be used.
 Roles        half a warp owns a row of one head; a CTA a row tile of ``mha_items``' list.
 Memory       registers only: 16 bytes of O and of dO a lane.
 Timeline     wait for the previous grid | (16 rows a round) loads | products | four shuffles | store
+             | all of the CTA have stored: one release at GPU scope (mha_grads.py: DELTAS)
 Bytes moved  512 read, 8 written a row and head.
 
 A row's sum is of 16 lanes' sums of 8 products each, in one order whatever the call.
@@ -22,7 +23,7 @@ from cutlass import Float32, Int32, Uint32, cute
 from .. import compat
 from ..common.rounding import fma
 from ..common.work_list import LOG2E
-from ..mha_grads import PAD, stats_row
+from ..mha_grads import DELTAS, PAD, READY, stats_row
 from ..mha_list import HEADER, ROWS, TILE_WORDS, TILES
 from . import quant
 from .mha_items import length
@@ -42,20 +43,20 @@ def mha_delta(
     dlse: cute.Tensor,  # f32 (h or 0, total_q): gradient of lse; 0: there is none
     cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
     work: cute.Tensor,  # i32 (words,), as mha_items leaves it
+    key_work: cute.Tensor,  # i32 (key_words,), as mha_items leaves it; word DELTAS is counted
     stats: cute.Tensor,  # f32 (h, blocks, PAD, 2)
     tiles: Int32,  # row tiles that the list has room for
     stream: Any,
 ) -> None:
     """Host half: a CTA for each row tile and head that there may be."""
-    _delta((out, dout), (lse, dlse), cu_seqlens_q, work, stats).launch(
+    _delta((out, dout), (lse, dlse), cu_seqlens_q, (work, key_work), stats).launch(
         grid=(tiles, out.shape[1], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
 
 @cute.kernel
-def _delta(
-    rows: Any, logs: Any, cu_seqlens_q: cute.Tensor, work: cute.Tensor, stats: cute.Tensor
-) -> None:
+def _delta(rows: Any, logs: Any, cu_seqlens_q: cute.Tensor, lists: Any, stats: cute.Tensor) -> None:
+    work, key_work = lists
     tidx, _, _ = cute.arch.thread_idx()
     tile, head, _ = cute.arch.block_idx()
     compat.pdl_wait()
@@ -82,6 +83,12 @@ def _delta(
                 if row < s_q:
                     value, dot = _of_row(logs, head, q0 + row, value, dot)
                 compat.store_words(begin + 2 * row, [y.bitcast(Uint32) for y in (value, dot)])
+    cute.arch.sync_threads()
+    if tidx == 0:
+        tiles, heads, _ = cute.arch.grid_dim()
+        mine = cutlass.select_(tile + head == 0, READY + 1 - tiles * heads, Int32(1))
+        # what this CTA has stored or waited for is seen by who acquires READY: mha_dkv.py
+        cute.arch.atomic_add(key_work.iterator + DELTAS, Int32(mine), sem="release", scope="gpu")
 
 
 @cute.jit
@@ -115,8 +122,8 @@ def _of_row(logs: Any, head: Int32, token: Int32, wild: Float32, dot: Float32) -
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
-    names = ("h", "h_or_0", "total_q", "blocks", "b_plus_1", "words")
-    h, or_0, total, blocks, sequences, words = (compat.sym(name=name) for name in names)
+    names = ("h", "h_or_0", "total_q", "blocks", "b_plus_1", "words", "key_words")
+    h, or_0, total, blocks, sequences, words, key_words = (compat.sym(name=name) for name in names)
     i32, f32, dt = compat.DTYPES["i32"], compat.DTYPES["f32"], compat.dtype(spec.dtype)
     return mha_delta, {
         "out": compat.rows(dt, (total, h, D_V)),
@@ -125,6 +132,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "dlse": compat.strided(f32, (or_0, total), (compat.sym64(), compat.sym64()), 4),
         "cu_seqlens_q": compat.vector(i32, sequences),
         "work": compat.vector(i32, words),
+        "key_work": compat.vector(i32, key_words),
         "stats": stats_fake(h, blocks),
         "tiles": Int32(1),
     }

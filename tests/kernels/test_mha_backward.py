@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import dsl_kernels
+from dsl_kernels.mha_grads import DELTAS, READY
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck
@@ -301,6 +302,31 @@ def test_stats_of_another_padding_are_refused() -> None:
                       ("mha_dq", job.of_dq(other)), ("mha_dkv", job.of_dkv(other))):  # fmt: skip
         with pytest.raises(Exception, match="192"):
             caller(MAIN)(op, given)
+
+
+def early(job: GradJob, behind_dq: int, deltas: int | None = None) -> None:
+    """mha_dkv right behind mha_delta, whose count of CTAs may be replaced."""
+    call, delta = caller(MAIN), job.of_delta()
+    with using(CHECKED):
+        call("mha_delta", delta)
+        assert delta["key_work"][DELTAS] == READY
+        work = delta["key_work"] if deltas is None else delta["key_work"].clone()
+        if deltas is not None:
+            work[DELTAS] = deltas
+        call("mha_dkv", {**job.of_dkv(delta["stats"]), "work": work, "behind_dq": behind_dq})
+
+
+@whole
+def test_keys_wait_for_the_statistics_that_they_read() -> None:
+    """Only told ``behind_dq`` and that all CTAs of mha_delta have stored they begin early: with
+    that kernel right in front of them, a hazard.  Of any other count they wait."""
+    job = GradJob.of(drawn(MAIN, (140, 9), (37, 5), 2, 2, ctas=2))
+    early(job, 0)
+    for deltas in (0, READY - 1, READY + 1):
+        early(job, 1, deltas)
+    for counted in (None, READY):  # the count itself, or what stands behind it
+        with pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
+            early(job, 1, counted)
 
 
 def none(_ins: Instr) -> str:
