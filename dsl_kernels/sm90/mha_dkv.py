@@ -124,7 +124,8 @@ class TwoKeys:
     ):
         self.enter(
             (q, dout, v, k_nope, k_rope), (cu_seqlens_q, cu_seqlens_k, work),
-            (stats, dk_nope, dv, parts), (softmax_scale, causal, heads_together, behind_dq), ctas, stream,
+            (stats, dk_nope, dv, parts), (softmax_scale, causal, heads_together, behind_dq), ctas,
+            stream,
         )  # fmt: skip
 
 
