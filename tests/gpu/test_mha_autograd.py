@@ -260,3 +260,44 @@ def test_memory_is_what_is_counted() -> None:
         results = sum(x.nbytes for x in grads if x is not None)
         del grads
     assert took == results + 4 * backward_workspace_size(len(job.q), len(job.v), 2, 64, 64)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("d_qk", [192, 128])
+def test_calls_behind_each_other_in_one_workspace(d_qk: int, graphed: bool) -> None:
+    """Few tokens, so that dK and dV begin beside dQ: lists and counts of the call before, of other
+    lengths, lie in the same words, and no call waits for the host.  Bits as of calls alone."""
+    lengths = (((512,), (512,)), ((70, 300, 1), (130, 290, 5)), ((1024,), (1000,)))
+    calls: list[dict[str, Any]] = []
+    for each in lengths:
+        job = drawn(d_qk, each, (16, 16))
+        call = {n: x.detach() if isinstance(x, Tensor) else x for n, x in call_of(job).items()}
+        out, lse = mha_prefill(**call)
+        calls.append({**call, "dout": torch.randn_like(out), "out": out, "lse": lse})
+
+    def size(call: dict[str, Any]) -> int:
+        batch = len(call["cu_seqlens_q"]) - 1
+        return backward_workspace_size(len(call["q"]), len(call["v"]), batch, 16, 16, d_qk)
+
+    workspace = torch.empty(max(map(size, calls)), dtype=torch.int32, device=DEVICE)
+
+    def ends(call: dict[str, Any]) -> list[Tensor]:
+        """Gradients of rows of sequences."""
+        grads = mha_prefill_backward(**call, workspace=workspace)
+        return [x[: len(x) - REST] for x in grads if x is not None]
+
+    want = []
+    for call in calls:
+        want.append([x.clone() for x in ends(call)])
+        torch.cuda.synchronize()
+    turns = [i % 3 for i in range(60)]
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [ends(calls[i]) for i in turns]
+        for _ in range(3):
+            graph.replay()
+    else:
+        found = [ends(calls[i]) for i in turns]
+    for i, each in zip(turns, found):
+        assert all(torch.equal(x, y) for x, y in zip(each, want[i], strict=True)), i

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import dsl_kernels
+from dsl_kernels.mha_grads import DELTAS, READY
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck
@@ -39,9 +40,9 @@ def loaded(spec: VariantSpec) -> Any:
     return selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
 
 
-def caller(spec: VariantSpec) -> Callable[[str, Mapping[str, Any]], None]:
-    """Calls kernels by op and arguments."""
-    kernels: dict[str, Any] = {}
+def caller(spec: VariantSpec, **given: Any) -> Callable[[str, Mapping[str, Any]], None]:
+    """Calls kernels by op and arguments; some may be ``given``."""
+    kernels: dict[str, Any] = {op: kernel for op, kernel in given.items() if kernel is not None}
 
     def call(op: str, given: Mapping[str, Any]) -> None:
         if op not in kernels:
@@ -301,6 +302,68 @@ def test_stats_of_another_padding_are_refused() -> None:
                       ("mha_dq", job.of_dq(other)), ("mha_dkv", job.of_dkv(other))):  # fmt: skip
         with pytest.raises(Exception, match="192"):
             caller(MAIN)(op, given)
+
+
+def early(
+    job: GradJob, behind_dq: int, deltas: int | None = None, kernel: Any = None
+) -> None:  # fmt: skip
+    """mha_dkv right behind mha_delta, whose count of CTAs may be replaced."""
+    call, delta = caller(MAIN, mha_dkv=kernel), job.of_delta()
+    with using(CHECKED):
+        call("mha_delta", delta)
+        assert delta["key_work"][DELTAS] == READY
+        work = delta["key_work"] if deltas is None else delta["key_work"].clone()
+        if deltas is not None:
+            work[DELTAS] = deltas
+        call("mha_dkv", {**job.of_dkv(delta["stats"]), "work": work, "behind_dq": behind_dq})
+
+
+@whole
+def test_keys_wait_for_the_statistics_that_they_read() -> None:
+    """Only told ``behind_dq`` and that all CTAs of mha_delta have stored they begin early: with
+    that kernel right in front of them, a hazard.  Of any other count they wait."""
+    job = GradJob.of(drawn(MAIN, (140, 9), (37, 5), 2, 2, ctas=2))
+    early(job, 0)
+    for deltas in (0, READY - 1, READY + 1):
+        early(job, 1, deltas)
+    for counted in (None, READY):  # the count itself, or what stands behind it
+        with pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
+            early(job, 1, counted)
+
+
+@whole
+def test_each_wait_of_keys_is_needed() -> None:
+    """The producer's at its begin, the consumers' before they store, the producer's at its end."""
+    job = GradJob.of(drawn(MAIN, (40, 9), (37, 5), 1, 1, ctas=1))
+    kernel = loaded(variants(MAIN)["mha_dkv"])
+    code = kernel.program(kernel.entry)
+
+    def without(*where: str) -> Any:
+        """The kernel with a wait left out."""
+        place = line_of(SOURCES / "mha_dkv.py", "compat.pdl_wait()", *where)
+        (at,) = mutate.matching(code, "griddepcontrol.wait", place)
+        return mutate.planted(kernel, kernel.entry, {at.pc: none(at)})
+
+    with without("def _wait"), pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
+        early(job, 0, kernel=kernel)
+
+    def over_dq() -> None:
+        """dV where mha_dq has written, which only the consumers' wait makes right."""
+        call, delta = caller(MAIN, mha_dkv=kernel), job.of_delta()
+        given = job.of_dkv(delta["stats"])
+        with using(CHECKED):
+            call("mha_delta", delta)
+            dq = job.of_dq(delta["stats"])
+            call("mha_dq", dq)
+            dv = dq["dq"][: len(job.forward.v), :, :128]
+            call("mha_dkv", {**given, "work": delta["key_work"], "behind_dq": 1, "dv": dv})
+
+    over_dq()
+    with without("_note(st, count)"), pytest.raises(Hazard, match="must come first"):
+        over_dq()
+    ends = [x.opcode for x in code.kernel.code if x.opcode.startswith("griddepcontrol")]
+    assert ends.count("griddepcontrol.launch_dependents") == 1
+    assert ends[ends.index("griddepcontrol.launch_dependents") - 1] == "griddepcontrol.wait"
 
 
 def none(_ins: Instr) -> str:
