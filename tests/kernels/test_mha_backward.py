@@ -331,39 +331,59 @@ def test_keys_wait_for_the_statistics_that_they_read() -> None:
             early(job, 1, counted)
 
 
+def test_the_count_is_released_and_acquired() -> None:
+    """What no run here can miss: mha_delta's release behind the barrier behind its stores, and
+    mha_dkv's acquire and proxy fence in front of all else that it reads."""
+    delta, keys = (
+        [x.opcode for x in kernel.program(kernel.entry).kernel.code]
+        for kernel in (loaded(variants(MAIN)[op]) for op in ("mha_delta", "mha_dkv"))
+    )
+    (count,) = (i for i, x in enumerate(delta) if x.startswith("atom."))
+    (barrier,) = (i for i, x in enumerate(delta) if x.startswith("bar.sync"))
+    stores = [i for i, x in enumerate(delta) if x.startswith("st.global")]
+    assert "release" in delta[count] and max(stores) < barrier < count
+    (acquired,) = (i for i, x in enumerate(keys) if x.startswith("ld.acquire.gpu"))
+    (fence,) = (i for i, x in enumerate(keys) if x == "fence.proxy.async.global")
+    reads = [
+        i for i, x in enumerate(keys)
+        if i != acquired and x.startswith(("ld.global", "atom.", "cp.async.bulk."))
+    ]  # fmt: skip
+    assert acquired < fence < min(reads)
+
+
 @whole
-def test_each_wait_of_keys_is_needed() -> None:
-    """The producer's at its begin, the consumers' before they store, the producer's at its end."""
+def test_each_wait_for_a_grid_is_needed() -> None:
+    """mha_dq's and, at its begin, that of mha_dkv's producer, by a hazard; the consumers' before
+    they store and the producer's at its end by their places, since an early store of other bytes
+    is no hazard to the software GPU."""
     job = GradJob.of(drawn(MAIN, (40, 9), (37, 5), 1, 1, ctas=1))
     kernel = loaded(variants(MAIN)["mha_dkv"])
-    code = kernel.program(kernel.entry)
-
-    def without(*where: str) -> Any:
-        """The kernel with a wait left out."""
-        place = line_of(SOURCES / "mha_dkv.py", "compat.pdl_wait()", *where)
-        (at,) = mutate.matching(code, "griddepcontrol.wait", place)
-        return mutate.planted(kernel, kernel.entry, {at.pc: none(at)})
-
-    with without("def _wait"), pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
+    program = kernel.program(kernel.entry)
+    places = [
+        line_of(SOURCES / "mha_dkv.py", "compat.pdl_wait()", after)
+        for after in ("def _wait", "self.end(st, count)", "self._note(st, count)")
+    ]
+    waits = mutate.matching(program, "griddepcontrol.wait")
+    assert [program.kernel.source_of(x) for x in waits] == places
+    with (
+        mutate.planted(kernel, kernel.entry, {waits[0].pc: none(waits[0])}),
+        pytest.raises(Hazard, match="griddepcontrol.wait must come first"),
+    ):
         early(job, 0, kernel=kernel)
-
-    def over_dq() -> None:
-        """dV where mha_dq has written, which only the consumers' wait makes right."""
-        call, delta = caller(MAIN, mha_dkv=kernel), job.of_delta()
-        given = job.of_dkv(delta["stats"])
-        with using(CHECKED):
-            call("mha_delta", delta)
-            dq = job.of_dq(delta["stats"])
-            call("mha_dq", dq)
-            dv = dq["dq"][: len(job.forward.v), :, :128]
-            call("mha_dkv", {**given, "work": delta["key_work"], "behind_dq": 1, "dv": dv})
-
-    over_dq()
-    with without("_note(st, count)"), pytest.raises(Hazard, match="must come first"):
-        over_dq()
-    ends = [x.opcode for x in code.kernel.code if x.opcode.startswith("griddepcontrol")]
-    assert ends.count("griddepcontrol.launch_dependents") == 1
-    assert ends[ends.index("griddepcontrol.launch_dependents") - 1] == "griddepcontrol.wait"
+    queries = loaded(variants(MAIN)["mha_dq"])
+    (wait,) = mutate.matching(queries.program(queries.entry), "griddepcontrol.wait")
+    with (
+        mutate.planted(queries, queries.entry, {wait.pc: none(wait)}),
+        using(CHECKED),
+        pytest.raises(Hazard, match="griddepcontrol.wait must come first"),
+    ):
+        job.run(caller(MAIN, mha_dq=queries))
+    opcodes = {x.pc: x.opcode for x in program.kernel.code}
+    (launch,) = (pc for pc, x in opcodes.items() if x == "griddepcontrol.launch_dependents")
+    between = [opcodes[pc] for pc in sorted(opcodes) if waits[1].pc < pc < launch]
+    assert waits[1].pc < launch and not any(x.startswith(("bra", "st.", "ret")) for x in between)
+    stores = [pc for pc, x in opcodes.items() if x.startswith("st.global")]
+    assert waits[2].pc < min(stores)
 
 
 def none(_ins: Instr) -> str:
