@@ -116,10 +116,10 @@ def as_flash_mla(d_qk: int, tokens: int, varlen: bool) -> tuple[list[Tensor], Te
 
 def by_its_name(inputs: list[Tensor], dout: Tensor, lengths: Any, causal: bool) -> list[Tensor]:
     """dq, dk, dv by FlashMLA's name and its test's scale."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
     lq, lk = lengths
     out, _ = flash_mla_names.flash_attn_varlen_func(
-        *leaves, offsets(lq).to(DEVICE), offsets(lk).to(DEVICE), max(lq), max(lk),
+        q, k, v, offsets(lq).to(DEVICE), offsets(lk).to(DEVICE), max(lq), max(lk),
         softmax_scale=(inputs[0].shape[-1] + 100) ** -0.5, causal=causal,
     )  # fmt: skip
     return list(torch.autograd.grad(out, leaves, dout))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_calls_of_a_dense_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(host_time, "HEADS", 1)
     calls = host_time.prefill_calls(torch.device("cpu"))
-    results = []
+    results: list[Any] = []
     for name, call in calls.items():
         if before := getattr(call, "before", None):
             before()
@@ -53,7 +54,7 @@ def test_calls_of_a_dense_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert len(host_time.timed(call, 1)) == 1
     assert len(results) == 3
-    by_autograd, made, given = map(list, results)
+    by_autograd, made, given = ([*each] for each in results)
     by_autograd = [by_autograd[0], by_autograd[1], by_autograd[3], by_autograd[2]]
     for want, *others in zip(by_autograd, made, given):
         assert all(torch.equal(want, x) for x in others)
