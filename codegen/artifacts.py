@@ -86,6 +86,7 @@ class Record:
         launch_registers: of a CTA, all threads: of the kernel that wants most.
         warpgroup_registers: values of the setmaxnreg instructions, in program order.
         wrong_way: setmaxnreg that would raise a thread's registers to fewer, or lower them to more.
+        late_writes: WGMMAs whose registers are written behind their fence, a sentence each.
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
         tmem_columns: of tensor memory that are allocated.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
@@ -125,6 +126,7 @@ class Record:
     dynamic_smem: int | None = None
     warpgroup_registers: list[int] = field(default_factory=list)
     wrong_way: list[str] = field(default_factory=list)
+    late_writes: list[str] = field(default_factory=list)
     barrier_counts: dict[str, int] = field(default_factory=dict)
     tmem_columns: int = 0
     declared: dict[str, Any] | None = None

@@ -89,7 +89,7 @@ def _builders() -> str:
     """Hash of the code, beside the kernels, that decides what a build is."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("compile.py", "abi.py", "audit.py"):
+    for name in ("compile.py", "abi.py", "audit.py", "fences.py"):
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()
 

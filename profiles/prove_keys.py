@@ -25,7 +25,7 @@ RESULTS = ROOT / "profiles" / "results"
 SUFFIXES = (".py", ".c", ".h", ".j2", ".npz", ".json")
 # Packages of which what runs counts; of others, tests and scripts, every byte does.
 STRIPPED = ("dsl_kernels", "snapmla", "softgpu")
-BUILDERS = ("codegen/compile.py", "codegen/abi.py", "codegen/audit.py")
+BUILDERS = tuple(f"codegen/{name}.py" for name in ("compile", "abi", "audit", "fences"))
 # Survivors are judged by these when a record is read.
 EXPLANATIONS = "profiles/explained.py"
 ROLES = "snapmla/testing/explanations.py"

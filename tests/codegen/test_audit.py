@@ -75,6 +75,7 @@ def test_clean_record_passes() -> None:
         ({"warpgroup_registers": []}, "0 in the PTX, 3 USETMAXREG"),
         ({"declared": {**DECLARED, "mma_counts": {"QGMMA": 2}}}, "1 QGMMA in the SASS, declared"),
         ({"wrong_way": ["setmaxnreg.inc 120"]}, "illegal instruction"),
+        ({"late_writes": ["PTX line 7: takes %r1"]}, "PTX line 7"),
         ({"launch_registers": 86016}, "65536"),
         ({"dynamic_smem": 232_449}, "shared memory"),
         ({"sass": {**SASS, "QGMMA": 0}}, "QGMMA"),
