@@ -44,12 +44,12 @@ VERSION: str = runpy.run_path(str(ROOT / "snapmla" / "_version.py"))["__version_
 
 
 def is_checkout() -> bool:
-    """Whether this package runs from a source checkout, not from where pip put it."""
+    """True if this package runs from a source checkout, not from where pip put it."""
     return (ROOT / "pyproject.toml").is_file()
 
 
 def default_dir() -> Path:
-    """Where the runtime looks first: ``snapmla.env.compile_dir()``, without importing torch.
+    """First folder that the runtime searches: ``snapmla.env.compile_dir()``, without torch.
 
     ``$SNAPMLA_VARIANT_DIR``, else ``build/variants`` of a checkout, else the user's cache.
     Raises RuntimeError that says what to set if there is none of these.
@@ -209,7 +209,7 @@ def finish(out_dir: Path, record: Record) -> None:
 
 
 def intact(out_dir: Path, record: Record, *suffixes: str) -> bool:
-    """Whether these files of a variant are there, and as they were built."""
+    """True if these files of a variant are there, and as they were built."""
     return all(
         suffix in record.checksums
         and _checksum(out_dir / f"{record.name}.{suffix}") == record.checksums[suffix]

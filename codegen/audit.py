@@ -263,7 +263,7 @@ def problems(record: Record) -> list[str]:
 
 
 def _undeclared(record: Record) -> list[str]:
-    """Where the compiled kernel differs from the budget that its module declares."""
+    """Differences of the compiled kernel from the budget that its module declares."""
     declared = record.declared
     if declared is None:
         return []

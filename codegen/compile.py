@@ -110,7 +110,7 @@ def up_to_date(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | None:
 
 
 def _linked(record: Record, out_dir: Path) -> bool:
-    """Whether the library is as this machine would link it, or cannot be linked here anyway."""
+    """True if the library is as this machine would link it, or cannot be linked here anyway."""
     wanted = link.identity()
     return wanted is None or (record.link == wanted and artifacts.intact(out_dir, record, "so"))
 

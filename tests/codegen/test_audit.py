@@ -75,7 +75,6 @@ def test_clean_record_passes() -> None:
         ({"warpgroup_registers": []}, "0 in the PTX, 3 USETMAXREG"),
         ({"declared": {**DECLARED, "mma_counts": {"QGMMA": 2}}}, "1 QGMMA in the SASS, declared"),
         ({"wrong_way": ["setmaxnreg.inc 120"]}, "illegal instruction"),
-        ({"late_writes": ["PTX line 7: takes %r1"]}, "PTX line 7"),
         ({"launch_registers": 86016}, "65536"),
         ({"dynamic_smem": 232_449}, "shared memory"),
         ({"sass": {**SASS, "QGMMA": 0}}, "QGMMA"),
@@ -91,6 +90,7 @@ def test_clean_record_passes() -> None:
         ({"declared": {**DECLARED, "barrier_counts": {"1": 9}}}, "barrier_counts"),
         ({"declared": {**DECLARED, "tmem_columns": 512}}, "tmem_columns is declared 512, built 0"),
         ({"declared": {**DECLARED, "smem": 199_999}}, "199999 bytes of shared memory declared"),
+        ({"late_writes": ["PTX line 7: takes %r1"]}, "PTX line 7"),
     ],
 )
 def test_audit_refuses(changes: dict, word: str) -> None:
