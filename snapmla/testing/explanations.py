@@ -156,13 +156,13 @@ def check(text: str) -> None:
 
 
 def counted(text: str) -> int | None:
-    """How many survivors an explanation is about; None: all."""
+    """Number of survivors that an explanation is about; None: all."""
     found = _EXPLANATION.fullmatch(text)
     return int(found[1]) if found is not None and found[1] else None
 
 
 def about(text: str, instruction: str, roles: Sequence[str]) -> bool:
-    """Whether an explanation, counted or not, is about an instruction with these roles."""
+    """True if an explanation, counted or not, is about an instruction with these roles."""
     found = _EXPLANATION.fullmatch(text)
     if found is None or not instruction.startswith(found[2]):
         return False

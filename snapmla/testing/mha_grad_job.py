@@ -234,7 +234,7 @@ class GradJob:
         return torch.full(shape, math.nan, device=self.out.device)
 
     def stats_rows(self) -> list[int]:
-        """Where each sequence's rows begin."""
+        """First row of each sequence."""
         firsts = offsets(self.forward.lq).tolist()
         return [stats_row(first, i) for i, first in enumerate(firsts[:-1])]
 
