@@ -21,7 +21,6 @@ from codegen import link as linker
 from codegen import matrix as mx
 from codegen.artifacts import ROOT, Record
 from codegen.family_audit import FamilyAudit
-from codegen.precompile import ensure
 from codegen.precompile import precompile as run_precompile
 from codegen.progress import showing
 from dsl_kernels.families import ARCHS
@@ -205,7 +204,7 @@ def build_command(
     with _writing(out_dir):
         try:
             for spec in specs:
-                ensure(spec, out_dir)
+                compiler.ensure(spec, out_dir)
         except (compiler.BuildError, RuntimeError) as error:
             raise _fail(str(error)) from None
     if (unlinked := linker.refusal()) is not None:

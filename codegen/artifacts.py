@@ -44,12 +44,12 @@ VERSION: str = runpy.run_path(str(ROOT / "snapmla" / "_version.py"))["__version_
 
 
 def is_checkout() -> bool:
-    """Whether this package runs from a source checkout, not from where pip put it."""
+    """True if this package runs from a source checkout, not from where pip put it."""
     return (ROOT / "pyproject.toml").is_file()
 
 
 def default_dir() -> Path:
-    """Where the runtime looks first: ``snapmla.env.compile_dir()``, without importing torch.
+    """First folder that the runtime searches: ``snapmla.env.compile_dir()``, without torch.
 
     ``$SNAPMLA_VARIANT_DIR``, else ``build/variants`` of a checkout, else the user's cache.
     Raises RuntimeError that says what to set if there is none of these.
@@ -86,6 +86,7 @@ class Record:
         launch_registers: of a CTA, all threads: of the kernel that wants most.
         warpgroup_registers: values of the setmaxnreg instructions, in program order.
         wrong_way: setmaxnreg that would raise a thread's registers to fewer, or lower them to more.
+        late_writes: WGMMAs whose registers are written behind their fence, a sentence each.
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
         tmem_columns: of tensor memory that are allocated.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
@@ -125,6 +126,7 @@ class Record:
     dynamic_smem: int | None = None
     warpgroup_registers: list[int] = field(default_factory=list)
     wrong_way: list[str] = field(default_factory=list)
+    late_writes: list[str] = field(default_factory=list)
     barrier_counts: dict[str, int] = field(default_factory=dict)
     tmem_columns: int = 0
     declared: dict[str, Any] | None = None
@@ -207,7 +209,7 @@ def finish(out_dir: Path, record: Record) -> None:
 
 
 def intact(out_dir: Path, record: Record, *suffixes: str) -> bool:
-    """Whether these files of a variant are there, and as they were built."""
+    """True if these files of a variant are there, and as they were built."""
     return all(
         suffix in record.checksums
         and _checksum(out_dir / f"{record.name}.{suffix}") == record.checksums[suffix]

@@ -4,9 +4,10 @@ Sources: ptxas' remarks (registers, spills, notes), the PTX (threads, setmaxnreg
 SASS through nvdisasm (opcode counts) and the lowered host module (dynamic shared memory).
 A build fails on: spills, local memory, a ptxas C75xx note (serialised or injected WGMMA waits),
 register totals that setmaxnreg could never grant, a setmaxnreg that ptxas dropped, too much shared
-memory, a kernel that is not what its budget declares (tensor-core instructions of another kind, and
-on SM100 of another number, among it), host code that only the building machine's CPU runs, or an
-order of Q.K and softmax that is not the one asked for.
+memory, a register of a WGMMA that is written behind its fence (``codegen.fences``), a kernel that
+is not what its budget declares (tensor-core instructions of another kind, and on SM100 of another
+number, among it), host code that only the building machine's CPU runs, or an order of Q.K and
+softmax that is not the one asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from codegen import toolchain
+from codegen import fences, toolchain
 from codegen.artifacts import Record
 from dsl_kernels.common import budget
 from dsl_kernels.families import TARGETS
@@ -71,7 +72,12 @@ def read_ptxas(record: Record, remarks: str) -> None:
 
 
 def read_ptx(record: Record, ptx: str) -> None:
-    """Fills PTX version, threads, setmaxnreg values; after ``read_ptxas``, the register pool."""
+    """Fills PTX version, threads, setmaxnreg values, writes behind a WGMMA's fence; after
+    ``read_ptxas``, the register pool.
+
+    Raises:
+        ValueError: ``codegen.fences`` does not understand a WGMMA.
+    """
     if version := re.search(r"^\.version (\S+)", ptx, re.MULTILINE):
         record.ptx_version = version.group(1)
     threads = {
@@ -90,6 +96,7 @@ def read_ptx(record: Record, ptx: str) -> None:
         for way, count in re.findall(r"setmaxnreg\.(inc|dec)\.\S+\s+(\d+)", ptx)
         if (int(count) - record.registers) * (1 if way == "inc" else -1) < 0
     ]
+    record.late_writes = fences.late_writes(ptx)
 
 
 def read_counts(record: Record, ptx: str) -> None:
@@ -227,6 +234,7 @@ def problems(record: Record) -> list[str]:
             f"{', '.join(record.wrong_way)}: launched with {record.registers} registers a thread; "
             "the wrong direction is an illegal instruction"
         )
+    found += record.late_writes
     asked, kept = len(record.warpgroup_registers), record.sass.get("USETMAXREG", 0)
     if kept != asked:
         found.append(
@@ -255,7 +263,7 @@ def problems(record: Record) -> list[str]:
 
 
 def _undeclared(record: Record) -> list[str]:
-    """Where the compiled kernel differs from the budget that its module declares."""
+    """Differences of the compiled kernel from the budget that its module declares."""
     declared = record.declared
     if declared is None:
         return []

@@ -29,19 +29,19 @@ CONSTRAINTS = ROOT / "constraints"
 
 
 def have_gpu() -> bool:
-    """Whether a CUDA device answers."""
+    """True if a CUDA device answers."""
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True).returncode == 0
 
 
 def has_pip(python: Path) -> bool:
-    """Whether an environment is whole: pip comes last when it is created."""
+    """True if an environment is whole: pip comes last when it is created."""
     command = [str(python), "-m", "pip", "--version"]
     return python.is_file() and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def has_torch(python: Path) -> bool:
-    """Whether an environment has torch already, its own or the system's."""
+    """True if an environment has torch already, its own or the system's."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     return subprocess.run([str(python), "-c", code]).returncode == 0
 
@@ -59,7 +59,7 @@ def index_options() -> list[str]:
 
 
 def torch_brings_cuda(python: Path) -> bool:
-    """Whether the torch that pip would install for the CPU is a build with CUDA nevertheless.
+    """True if the torch that pip would install for the CPU is a build with CUDA nevertheless.
 
     On Linux a version without a CPU build of its own (``+cpu``) has CUDA.  False if pip cannot say.
     """

@@ -1,4 +1,4 @@
-"""Which source files a kernel is made of, and their hash.
+"""Source files that a kernel is made of, and their hash.
 
 They are the closure of its module, and of the record of the cache that it reads or writes
 (``VariantSpec.record``), which its module is given.  The closure follows imports *within*
@@ -84,7 +84,7 @@ def _digest(path: Path, _mtime_ns: int) -> bytes:
 
 
 def has_source(spec: VariantSpec) -> bool:
-    """Whether the kernel module that builds ``spec`` exists."""
+    """True if the kernel module that builds ``spec`` exists."""
     module = registry.module_name(spec)
     return module is not None and _path_of(module) is not None
 

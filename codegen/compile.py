@@ -89,7 +89,7 @@ def _builders() -> str:
     """Hash of the code, beside the kernels, that decides what a build is."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("compile.py", "abi.py", "audit.py"):
+    for name in ("compile.py", "abi.py", "audit.py", "fences.py"):
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()
 
@@ -110,7 +110,7 @@ def up_to_date(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | None:
 
 
 def _linked(record: Record, out_dir: Path) -> bool:
-    """Whether the library is as this machine would link it, or cannot be linked here anyway."""
+    """True if the library is as this machine would link it, or cannot be linked here anyway."""
     wanted = link.identity()
     return wanted is None or (record.link == wanted and artifacts.intact(out_dir, record, "so"))
 

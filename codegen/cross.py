@@ -62,7 +62,7 @@ class Target:
     glibc: str
 
     def folder(self, native: Path) -> Path:
-        """Where its variants are, beside this machine's."""
+        """Folder of its variants, beside this machine's."""
         return native.with_name(f"{native.name}-{self.machine}")
 
 
@@ -90,7 +90,7 @@ def compiler_of(target: Target) -> list[str] | None:
 
 
 def refusal(target: Target) -> str | None:
-    """Why nothing can be built for a target here, for people, or None."""
+    """Reason why nothing can be built for a target here, for people, or None."""
     if toolchain.tvm_ffi_lib_dir() is None or shutil.which("objdump") is None:
         return f"variants for {target.machine} need apache-tvm-ffi and objdump (binutils) here"
     if compiler_of(target) is None:
@@ -137,7 +137,7 @@ def ensure(
 
 
 def build(spec: VariantSpec, native_dir: Path, out_dir: Path, target: Target) -> Record:
-    """As ``ensure``, whatever is there.  ptxas' remarks go to where this process writes."""
+    """Like ``ensure``, whatever is there.  ptxas' remarks go to where this process writes."""
     reason, native = refusal(target), compiler.up_to_date(spec, native_dir, linked=False)
     if reason is not None:
         raise RuntimeError(reason)
@@ -203,7 +203,7 @@ def _export(spec: VariantSpec, tmp: Path, obj: Path, target: Target) -> None:
 
 
 def _relative_sources() -> Any:
-    """As ``compile.py`` names sources in line info, which is part of the device code compared."""
+    """Names sources in line info as ``compile.py`` does; it is part of the device code compared."""
     location = importlib.import_module("cutlass._mlir.ir").Location  # type: ignore[attr-defined]
     real, root = location.file, f"{artifacts.ROOT}{os.sep}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from codegen import audit, fences
+from codegen import audit
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 
@@ -40,7 +40,5 @@ class FamilyAudit:
         self.registers = max(self.registers, record.registers)
         self.smem = max(self.smem, record.static_smem + (record.dynamic_smem or 0))
         self.library_bytes += library.stat().st_size if library.is_file() else 0
-        ptx = library.with_suffix(".ptx")
-        late = fences.late_writes(ptx.read_text()) if ptx.is_file() else []
-        if found := [*audit.problems(record), *late]:
+        if found := audit.problems(record):
             self.problems[spec.name] = found

@@ -23,16 +23,15 @@ _NO_RESULT = ("st", "red", "bar", "barrier", "wgmma", "cp", "prefetch", "setmaxn
               "multimem", "stmatrix", "tcgen05", "membar", "fence")  # fmt: skip
 
 
-def _instructions(ptx: str) -> Iterator[tuple[int, str, str]]:
-    """(number of the line, opcode, operands); inline blocks may have several in a line."""
-    for number, line in enumerate(ptx.splitlines(), 1):
-        for text in line.partition("//")[0].split(";"):
-            text = text.strip().lstrip("{").strip()
-            found = _INSTRUCTION.fullmatch(text)
-            if found is not None:
-                yield number, found[1], found[2] or ""
-            elif "wgmma.mma_async" in text:
-                raise ValueError(f"line {number}: a WGMMA that is not understood: {text[:100]}")
+def _instructions(number: int, line: str) -> Iterator[tuple[str, str]]:
+    """(opcode, operands) of a line; inline blocks may have several in one."""
+    for text in line.partition("//")[0].split(";"):
+        text = text.strip().lstrip("{").strip()
+        found = _INSTRUCTION.fullmatch(text)
+        if found is not None:
+            yield found[1], found[2] or ""
+        elif "wgmma.mma_async" in text:
+            raise ValueError(f"line {number}: a WGMMA that is not understood: {text[:100]}")
 
 
 def late_writes(ptx: str) -> list[str]:
@@ -49,23 +48,29 @@ def late_writes(ptx: str) -> list[str]:
     """
     found: list[str] = []
     written: dict[str, tuple[int, str]] | None = None  # behind a fence: where, by what
-    for number, opcode, operands in _instructions(ptx):
-        if opcode.startswith("wgmma.fence"):
-            written = {}
-        elif opcode.startswith("wgmma.mma_async"):
-            taken = _REGISTER.findall(" ".join(_BRACES.findall(operands)))
-            late = [register for register in taken if register in (written or {})]
-            if written and late:
-                line, by = written[late[0]]
-                more = f" and {len(late) - 1} more" if late[1:] else ""
-                found.append(
-                    f"PTX line {number}: {opcode.split('.aligned.')[-1]} takes {late[0]}{more}, "
-                    f"which {by} of line {line} writes behind the wgmma.fence"
-                )
-        elif opcode in ("ret", "exit"):
-            written = None
-        elif written is not None and opcode.partition(".")[0] not in _NO_RESULT:
-            result = _FIRST.match(operands)
-            for register in _REGISTER.findall(result[0] if result else ""):
-                written[register] = (number, opcode)
+    for number, line in enumerate(ptx.splitlines(), 1):
+        if written is None and "wgmma" not in line:  # most lines, and of kernels without one, all
+            continue
+        for opcode, operands in _instructions(number, line):
+            if opcode.startswith("wgmma.fence"):
+                written = {}
+            elif opcode.startswith("wgmma.mma_async"):
+                taken = _REGISTER.findall(" ".join(_BRACES.findall(operands)))
+                late = [register for register in taken if register in (written or {})]
+                if written and late:
+                    found.append(_sentence(number, opcode, late, *written[late[0]]))
+            elif opcode in ("ret", "exit"):
+                written = None
+            elif written is not None and opcode.partition(".")[0] not in _NO_RESULT:
+                result = _FIRST.match(operands)
+                for register in _REGISTER.findall(result[0] if result else ""):
+                    written[register] = (number, opcode)
     return found
+
+
+def _sentence(number: int, opcode: str, late: list[str], line: int, by: str) -> str:
+    more = f" and {len(late) - 1} more" if late[1:] else ""
+    return (
+        f"PTX line {number}: {opcode.split('.aligned.')[-1]} takes {late[0]}{more}, "
+        f"which {by} of line {line} writes behind the wgmma.fence"
+    )

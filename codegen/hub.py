@@ -138,5 +138,5 @@ def _metadata(root: Path, identity: str, version: int, arch: str) -> dict[str, o
 
 
 def _sha256(path: Path) -> str:
-    """In base64, as ``kernels`` writes it."""
+    """Digest in base64, as ``kernels`` writes it."""
     return base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()

@@ -34,7 +34,7 @@ def identity() -> str | None:
 
 
 def refusal() -> str | None:
-    """Why libraries are not linked here, for people, or None."""
+    """Reason why libraries are not linked here, for people, or None."""
     if identity() is not None:
         return None
     if toolchain.c_compiler() is None:

@@ -53,7 +53,7 @@ def globs(pattern: str) -> list[str]:
 
 
 def _fits(spec: VariantSpec, glob: str) -> bool:
-    """Whether a name matches, with its architecture at the end or without."""
+    """True if a name matches, with its architecture at the end or without."""
     return any(fnmatch.fnmatchcase(n, glob) for n in (spec.name, spec.name.rpartition("_")[0]))
 
 
@@ -203,12 +203,12 @@ def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> list[Va
 
 
 def _has(spec: VariantSpec, some: tuple[Values, ...]) -> bool:
-    """Whether a variant has the values of one of ``some``."""
+    """True if a variant has the values of one of ``some``."""
     return any(values.items() <= dict(spec.values).items() for values in some)
 
 
 def _unusual(spec: VariantSpec) -> bool:
-    """Whether a name spells an axis that most leave out."""
+    """True if a name spells an axis that most leave out."""
     values = dict(spec.values)
     return any(axis.shown(values) for axis in spec.family.axes if not axis.named)
 
@@ -226,7 +226,7 @@ def _cover(specs: list[VariantSpec]) -> set[VariantSpec]:
 
 
 def changed(spec: VariantSpec) -> int:
-    """How many axes, beside those of the rows, have another value than their default."""
+    """Number of axes, beside those of the rows, that have another value than their default."""
     values = dict(spec.values)
     axes = (axis for axis in spec.family.axes if axis.name not in ROW_AXES)
     return sum(values[axis.name] != axis.default_of(values) for axis in axes)

@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from codegen import artifacts, fences
+from codegen import artifacts
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
@@ -163,27 +163,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def ensure(
-    spec: VariantSpec, out_dir: Path, *, linked: bool = True, force: bool = False
-) -> tuple[Record, bool]:
-    """As ``codegen.compile.ensure``, and what was built is held against ``codegen.fences``, which
-    is no part of a variant's key.
-
-    Raises:
-        BuildError, RuntimeError: as there; BuildError, too, if a WGMMA takes a register that is
-            written behind its fence.  Then the variant is left without a record.
-    """
-    record, built = compiler.ensure(spec, out_dir, linked=linked, force=force)
-    files = artifacts.paths(out_dir, spec)
-    if built and (late := fences.late_writes(files["ptx"].read_text())):
-        files["json"].unlink(missing_ok=True)  # or else it would be up to date
-        raise compiler.BuildError(spec, late, record)
-    return record, built
-
-
 def _build_one(spec: VariantSpec, out_dir: Path, linked: bool, force: bool) -> Outcome:
     try:
-        return ensure(spec, out_dir, linked=linked, force=force)
+        return compiler.ensure(spec, out_dir, linked=linked, force=force)
     except compiler.BuildError as error:
         return error.problems
     except Exception as error:  # a link failure must not stop the other variants

@@ -30,7 +30,7 @@ def dsl_version() -> str | None:
 
 
 def have_compiler() -> bool:
-    """Whether variants can be compiled here."""
+    """True if variants can be compiled here."""
     return dsl_version() is not None and importlib.util.find_spec("tvm_ffi") is not None
 
 
@@ -72,7 +72,7 @@ def flavour() -> str:
 
 
 def _no_flavour() -> str:
-    """Why ``flavour()`` is none, and what to do."""
+    """Reason why ``flavour()`` is none, and what to do."""
     installed, driver = installed_majors(), driver_major()
     if not installed:
         return (

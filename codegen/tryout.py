@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from codegen import artifacts, audit, fences, link
+from codegen import artifacts, audit, link
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
@@ -59,8 +59,7 @@ def run(spec: VariantSpec, out_dir: Path, console: Console) -> bool:
         _say(console, (str(error), "red"))
         return False
     show(record, console)
-    ptx = artifacts.paths(out_dir, spec)["ptx"]
-    found = [*audit.problems(record), *fences.late_writes(ptx.read_text())]
+    found = audit.problems(record)
     for problem in found:
         _say(console, ("problem", "red"), f" {problem}")
     if (unlinked := link.refusal()) is not None:

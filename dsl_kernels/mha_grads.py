@@ -8,6 +8,10 @@ sequence begins at a block of its own, and what is left of its last one holds +i
 without keys, too, and NaN for rows whose dO is not finite.  Kernels that were compiled with another
 ``PAD`` refuse the tensor, since it is one of its sizes.
 
+The list of tiles of keys (mha_list.py) has a word more, ``DELTAS``: mha_delta's CTAs that have
+stored, 0 from the list's kernel on.  CTA (0, 0) adds ``READY`` less the number of the others, each
+of the others 1, so that it is ``READY`` once all have, however many they are.
+
 ``parts`` is f32 (total_k, groups, 64): dK of RoPE channels, summed over ``heads_together`` KV heads
 in their order, each group by one CTA.
 """
@@ -21,6 +25,8 @@ KEY_TILE = 64  # keys that mha_dq takes at a time
 DQ_STAGES = {192: 3, 128: 4}  # channels of q -> tiles of K and V in shared memory
 ROW_TILE = {192: 32, 128: 48}  # channels of q -> query rows that mha_dkv takes at a time
 DKV_STAGES = 4
+DELTAS = 2  # word of the header of the list of tiles of keys
+READY = 1 << 30  # more than CTAs there can be
 
 
 def stats_blocks(total_q: int, batch: int) -> int:

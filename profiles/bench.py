@@ -1,7 +1,8 @@
 """The benchmark: ``python -m profiles.bench h200-table --backends snapmla,flashmla_fp8``.
 
 A name is that of a preset, or of a table of ``profiles.tables``, which has contenders, gates and
-columns of its own (``profiles.table``): ``python -m profiles.bench sparse_cost --peers DIR``.
+columns of its own (``profiles.table``): ``python -m profiles.bench sparse_cost --peers DIR``.  An
+option that a table or a preset does not take is refused.
 
 Every timed row is checked against float64 on the contender's own inputs; contenders of one row are
 timed in turn in one process; ceilings are probed in the same run.  See
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +37,8 @@ CPU_TIMING: dict[str, float] = {
     "host_iters": 0,
     "rotate_bytes": 1,
 }
+OF_TABLES = ("first", "only", "option", "render")  # options that presets do not take
+OF_ALL_TABLES = ("first", "only", "time_limit", "out", "render")  # beside what each declares
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -132,33 +136,72 @@ def _check_backends(names: list[str], peers: Path | None) -> None:
             typer.echo(f"{name}: rows will be skipped: {reason}")
 
 
-def _options(words: list[str] | tuple[str, ...]) -> dict[str, str]:
-    """NAME=VALUE of a table's options."""
+def _values(words: list[str]) -> dict[str, str]:
+    """Of ``--set NAME=VALUE``, by name."""
     for word in words:
         if "=" not in word:
             raise ValueError(f"--set: expected NAME=VALUE, got {word!r}")
     return dict(word.split("=", 1) for word in words)
 
 
-def run_table(
-    name: str, given: dict[str, Any], out: Path, again: Path | None, **which: Any
+def refuse_others(
+    context: typer.Context, who: str, takes: Collection[str], names: Collection[str] = ()
 ) -> None:
-    """Runs a table, or renders a record of it again."""
+    """Refuses what stands on the command line and is not taken; the environment may set more.
+
+    Args:
+        who: begins the sentence.
+        takes: names of parameters.
+        names: that ``--set`` takes.
+
+    Raises:
+        ValueError: an option that is not taken, with a sentence that names those that are.
+    """
+    flags = {str(p.name): p.opts[0] for p in context.command.params if p.opts[0].startswith("-")}
+    sources = {name: context.get_parameter_source(name) for name in flags}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    wrong = [flags[name] for name in given if name not in takes and name != "option"]
+    values = _values(context.params["option"] or [])
+    wrong += [f"--set {name}" for name in values if name not in names]
+    if wrong:
+        taken = [flag for name, flag in flags.items() if name in takes]
+        taken += [f"--set {name}=..." for name in names]
+        raise ValueError(f"{who} does not take {', '.join(wrong)}; it takes {', '.join(taken)}")
+
+
+def run_table(
+    context: typer.Context, name: str, out: Path, peers: Path | None, again: Path | None,
+    **which: Any,
+) -> None:  # fmt: skip
+    """Runs a table, or renders a record of it again.
+
+    Raises:
+        ValueError: an option that the table does not take, no GPU, or a contender that is wrong.
+    """
     import torch
 
     from profiles import page, table
 
     one = tables.of(name)
     if again is not None:
+        refuse_others(context, "the page of a record", ("render",))
         page.render(again, lambda rows: table.body(one, rows))
         return
-    rows = table.run(one, table.Run(torch.device("cuda"), **given), out, **which)
+    names = [word for word in one.takes if word != "peers"]
+    refuse_others(context, f"the table {name}", {*OF_ALL_TABLES, *one.takes}, names)
+    require_cuda()
+    given = table.Run(
+        torch.device("cuda"), peers=peers if "peers" in one.takes else None,
+        options=_values(context.params["option"] or []),
+    )  # fmt: skip
+    rows = table.run(one, given, out, **which)
     if one.ours == () and any(row["wrong"] for row in rows):
         raise typer.Exit(1)
 
 
 @app.command()
 def bench(
+    context: typer.Context,
     preset: Annotated[
         list[str] | None,
         typer.Argument(
@@ -192,21 +235,20 @@ def bench(
     first: Annotated[int, typer.Option(help="Shapes of a table, the first ones.")] = 999,
     only: Annotated[str, typer.Option(help="Shapes of a table whose text has this.")] = "",
     option: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE, which some tables know.")
+        list[str] | None, typer.Option("--set", help="NAME=VALUE; each table says which names.")
     ] = None,
     render: Annotated[Path | None, typer.Option(help="A table's record: its page anew.")] = None,
 ) -> None:
     """Times shapes x backends, checks every row, writes JSON and markdown."""
     try:
         if preset and preset[0] in tables.NAMES:
-            if preset[1:] or dry_run or device != "cuda":
-                raise ValueError("a table is run by itself, on a GPU: give its name alone")
-            if render is None:
-                require_cuda()
-            words = _options(option or ())
-            given = {"peers": peers, "options": words}
-            run_table(preset[0], given, out, render, first=first, only=only, limit=time_limit)
+            if preset[1:]:
+                raise ValueError("a table is run by itself: give its name alone")
+            which = {"first": first, "only": only, "limit": time_limit}
+            run_table(context, preset[0], out, peers, render, **which)
             return
+        taken = {str(p.name) for p in context.command.params} - set(OF_TABLES)
+        refuse_others(context, "a preset", taken)
         chosen = select(preset or [], shape or [])
         names = [b.strip() for b in backends.split(",") if b.strip()]
         if dry_run:

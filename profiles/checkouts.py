@@ -39,7 +39,7 @@ class Checkout:
         self._modules: dict[str, ModuleType] = {}
 
     def unavailable(self) -> str | None:
-        """Why nothing can be imported from here, or None."""
+        """Reason why nothing can be imported from here, or None."""
         if not (self.folder / "snapmla" / "__init__.py").is_file():
             return f"no snapmla package in {self.folder}"
         if not (self.folder / "build" / "variants").is_dir():

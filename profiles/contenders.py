@@ -1,4 +1,4 @@
-"""Who competes in a decode row: our pipelines, the peers' kernels, plain torch.
+"""Contenders of a decode row: our pipelines, the peers' kernels, plain torch.
 
 A contender named on the command line is one of
 

@@ -76,11 +76,11 @@ class Contender:
     out_bytes = 2
 
     def unavailable(self) -> str | None:
-        """Why this contender cannot run here, or None."""
+        """Reason why this contender cannot run here, or None."""
         return None
 
     def refuses(self, shape: DecodeShape) -> str | None:
-        """Why it cannot run ``shape``, or None."""
+        """Reason why it cannot run ``shape``, or None."""
         return None
 
     def pool_key(self) -> tuple[Any, ...]:

@@ -107,7 +107,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the sequences live: table and lengths on the device, and their host copy."""
+    """Home of the sequences: table and lengths on the device, and their host copy."""
 
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
@@ -171,5 +171,5 @@ def stored(cache: PagedKVCache, slots: torch.Tensor) -> Rows:
 
 
 def same_rows(got: Rows, want: Rows) -> bool:
-    """Whether quantised rows agree bit for bit."""
+    """True if quantised rows agree bit for bit."""
     return all(bool((a.float() == b.float()).all()) for a, b in zip(got, want, strict=True))

@@ -133,7 +133,7 @@ def _best(
     row: int, job: Job, lengths: list[int], batch: Batch, index_cache: Tensor,
     query: tuple[Tensor, Tensor], chosen: Tensor, counts: Tensor,
 ) -> bool:  # fmt: skip
-    """Whether a query token's slots are as many as there are, in order, and by float64 the best."""
+    """True if a query token's slots are as many as there are, in order, and by float64 the best."""
     i, j = divmod(row, job.s_q)
     seen = lengths[i] - job.s_q + 1 + j
     slots = batch.slots([0] * i + [0], [0] * i + [seen], PAGE).long()

@@ -1,4 +1,4 @@
-"""Whether there is a GPU to measure on, asked before anything heavy is imported."""
+"""Check for a GPU to measure on, made before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Row:
 
     @property
     def is_cut(self) -> bool:
-        """Whether lists are cut, where that is known."""
+        """True if lists are cut, where that is known."""
         return self.share is not None and self.share.cut
 
     @property
@@ -179,7 +179,7 @@ def fit(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def fit_lists(rows: list[Row]) -> list[dict[str, Any]]:
-    """As ``fit``, with what cutting lists takes beside the line."""
+    """Like ``fit``, with what cutting lists takes beside the line."""
     groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.pipeline, row.row_tile].append(row)

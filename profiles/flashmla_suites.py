@@ -167,7 +167,7 @@ def importing(folder: Path) -> Iterator[None]:
 
 
 def _from(module: Any, folder: Path) -> bool:
-    """Whether a module's file is in a folder."""
+    """True if a module's file is in a folder."""
     file = getattr(module, "__file__", None)
     return bool(file) and Path(str(file)).resolve().is_relative_to(folder.resolve())
 
@@ -265,7 +265,7 @@ def outcome(run: Callable[[Any], bool], case: Any) -> tuple[str, str]:
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """Whether the sentence is of this package, not of the test or of torch."""
+    """True if the sentence is of this package, not of the test or of torch."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(last).is_relative_to(Path(str(snapmla.__file__)).parent)
 
@@ -327,7 +327,7 @@ HEAD = (
 
 
 def reasons(name: str, tally: Tally) -> list[str]:
-    """Why cases did not pass, most frequent first, with an example each."""
+    """Reasons why cases did not pass, most frequent first, with an example each."""
     lines = []
     for kind, sentences in tally.reasons.items():
         for sentence, count in sentences.most_common(12):

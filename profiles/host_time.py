@@ -2,6 +2,7 @@
 
     python -m profiles.host_time --out profiles/results
     python -m profiles.host_time --against DIR        # beside another checkout, in turn
+    python -m profiles.host_time --gradients          # dense prefill, recorded by autograd or not
 
 Medians over many calls, each timed alone.  Kinds of calls take turns, because the host's clock and
 caches settle for a while.  The device is drained between groups of calls, outside the timed spans,
@@ -47,6 +48,7 @@ from profiles.peer_libraries import PeerLibrary
 
 ROUNDS = 10  # turns of every kind of call, after one that is not counted
 BATCH, HEADS, LENGTH, PAGE = 32, 16, 1024, 64
+PROMPT = 64  # tokens of a dense prefill
 GROUP = 8  # calls between two drains
 LAYERS, POOL = 61, 64  # of a step: layers, and pages of the cache of each
 STEP = "a step of 61 layers, "  # how names of its kinds of calls begin
@@ -308,11 +310,58 @@ def flashmla_itself(
     return {"FlashMLA's own operator, planned": lambda: op(*step, records, splits, None)}
 
 
-def measure(calls: int, peers: Path | None = None) -> dict[str, list[float]]:
+def prefill_calls(device: torch.device) -> dict[str, Call]:
+    """Dense prefill of a short prompt, and gradients of it, by name; autograd must be on.
+
+    A backward has a forward of its own, which is called and recorded outside of its time.
+    """
+    mha: Any = importlib.import_module("snapmla.mha")
+    tokens, bf16 = PROMPT, torch.bfloat16
+    q, kv = (torch.randn(tokens, HEADS, x, device=device, dtype=bf16) for x in (192, 256))
+    rope = torch.randn(tokens, 1, 64, device=device, dtype=bf16)
+    cu = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    where, named = (cu, cu, tokens, tokens), {"k_rope": rope}
+    rows = (q, kv[..., :128], kv[..., 128:])
+    leaves = [x.detach().clone().requires_grad_() for x in (*rows, rope)]
+
+    def recorded() -> Any:
+        return mha.mha_prefill(*leaves[:3], *where, k_rope=leaves[3])
+
+    out, lse = mha.mha_prefill(*rows, *where, **named)
+    dout = torch.randn_like(out)
+    given = (dout, *rows, out, lse, *where)
+    names = ("dq", "dk_nope", "dk_rope", "dv")
+    into = dict(zip(names, mha.mha_prefill_backward(*given, **named)))
+    words = mha.backward_workspace_size(tokens, tokens, 1, HEADS, HEADS)
+    into["workspace"] = torch.empty(words, dtype=torch.int32, device=device)
+
+    def backwards() -> Iterator[Call]:
+        while True:
+            made, _ = recorded()
+            yield functools.partial(torch.autograd.grad, made, leaves, dout)
+
+    return {
+        "mha_prefill (2 launches)": lambda: mha.mha_prefill(*rows, *where, **named),
+        "mha_prefill, recorded by autograd": recorded,
+        "its backward by autograd (9 launches)": Step(backwards),
+        "mha_prefill_backward (5 launches)": lambda: mha.mha_prefill_backward(*given, **named),
+        "mha_prefill_backward, all memory given": lambda: mha.mha_prefill_backward(
+            *given, **named, **into
+        ),
+        "torch: empty kernel launch (lse.zero_())": lambda: lse.zero_(),
+    }
+
+
+def measure(
+    calls: int, peers: Path | None = None, gradients: bool = False
+) -> dict[str, list[float]]:
     """Name -> times of all its calls, of our package."""
-    with torch.inference_mode():
+    device = torch.device("cuda")
+    with torch.inference_mode(not gradients):
         package: Any = importlib.import_module("snapmla")
-        kinds = calls_to_time(package, torch.device("cuda"), True, peers)
+        kinds = (
+            prefill_calls(device) if gradients else calls_to_time(package, device, True, peers)
+        )  # fmt: skip
         times: dict[str, list[float]] = {name: [] for name in kinds}
         for turn in range(ROUNDS + 1):
             for name, call in kinds.items():
@@ -364,9 +413,9 @@ def alternate(calls: int, folder: Path, turns: int) -> list[str]:
     return lines
 
 
-def _rows(calls: int, peers: Path | None) -> list[str]:
+def _rows(calls: int, peers: Path | None, gradients: bool) -> list[str]:
     lines = ["| eager call | host µs, median | 90th percentile |", "|---|---|---|"]
-    for name, values in measure(calls, peers).items():
+    for name, values in measure(calls, peers, gradients).items():
         late = sorted(values)[len(values) * 9 // 10]
         lines.append(f"| {name} | {usual(name, values):.2f} | {late:.2f} |")
     return lines
@@ -380,24 +429,33 @@ def main(
     peers: Annotated[
         Path | None, typer.Option(envvar="SNAPMLA_PEERS", help="Folder of the peers' libraries.")
     ] = None,
+    gradients: Annotated[
+        bool, typer.Option(help="Dense prefill and its gradients instead.")
+    ] = False,
     child: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Times the calls and writes ``host_time.md`` (``host_time_against.md``)."""
+    """Times the calls and writes ``host_time.md`` (``host_time_against.md``,
+    ``host_time_gradients.md``)."""
     if child is not None:
         assert against is not None  # ``_both_apart`` gave it
         write_atomic(child, json.dumps(measure_both(calls, against)))
         return
-    rows = _rows(calls, peers) if against is None else alternate(calls, against, turns)
+    if gradients and against is not None:
+        raise typer.BadParameter("expected no --against beside it", param_hint="--gradients")
+    rows = _rows(calls, peers, gradients) if against is None else alternate(calls, against, turns)
     facts = machine(torch.device("cuda"), timing.Nvml())
     named = ("gpu", "driver", "cuda", "torch", "tvm_ffi", "python")
-    notes = [f"b {BATCH}, {HEADS} heads, {LENGTH} tokens; {calls} calls of each kind, one by one"]
+    problem = f"b {BATCH}, {HEADS} heads, {LENGTH} tokens"
+    if gradients:
+        problem = f"a prompt of {PROMPT} tokens, {HEADS} heads of 192/128 channels"
+    notes = [f"{problem}; {calls} calls of each kind, one by one"]
     if against is not None:
         other = checkouts.Checkout(against).commit
         notes.append(f"old: commit {other}; medians of {turns} processes, in each both in turn")
     where = f"{page.told(facts, named)}, {cpu_name()}"
     lines = page.head("host_time", "profiles.host_time", where, *notes)
     typer.echo("\n".join(rows))
-    name = "host_time.md" if against is None else "host_time_against.md"
+    name = f"host_time{'_gradients' if gradients else '' if against is None else '_against'}.md"
     write_atomic(out / name, "\n".join([*lines, *rows, ""]))
 
 

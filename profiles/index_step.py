@@ -29,6 +29,7 @@ PROMPT = 16  # query tokens of a sequence from which DeepGEMM's kernel of prompt
 # Of sum_h |w| relu(q k) scale, by which a score may differ from float64: a chain of 128 products
 # on Hopper's FP8 tensor core, of normal random numbers.
 GATE_SCORES = 3e-4
+AGREE = 2e-5  # of the largest score: both sum fp32 products of the same tensor core
 
 
 def pool_of(pages: int, device: torch.device | str = "cuda") -> Tensor:
@@ -188,13 +189,31 @@ def exact(step: Step, table: Tensor, row: int) -> tuple[Tensor, Tensor]:
     return w @ terms, w.abs() @ terms
 
 
-def rows_of(step: Step) -> tuple[int, int]:
-    """Those that are checked."""
-    return 0, len(step.q) - 1
+def rows_of(step: Step) -> list[int]:
+    """Those that are held against float64: four, from the first to the last."""
+    last = len(step.q) - 1
+    return sorted({last * i // 3 for i in range(4)})
+
+
+def agree(step: Step, scores: Tensor, others: Tensor, gate: float) -> None:
+    """Holds scores against another contender's, in the columns that all rows see.
+
+    Args:
+        scores, others: of the same rows.
+        gate: of the largest score.
+
+    Raises:
+        ValueError: they differ by more.
+    """
+    columns = step.tokens - step.s_q + 1
+    mine, theirs = scores[:, :columns], others[:, :columns]
+    error = float((mine - theirs).abs().max() / theirs.abs().max())
+    if not error <= gate:  # nor NaN
+        raise ValueError(f"scores are {error:.1e} off the first contender's")
 
 
 def scored(step: Step, call: Callable[[int], Tensor]) -> Check:
-    """Two rows of the last table's call beside float64."""
+    """Rows of the last table's call beside float64."""
     last = len(step.tables) - 1
     result, worst = call(last), 0.0
     for row in rows_of(step):
@@ -206,7 +225,7 @@ def scored(step: Step, call: Callable[[int], Tensor]) -> Check:
 
 
 def chosen(step: Step, call: Callable[[int], Tensor], slots: bool) -> Check:
-    """The tokens of two rows: k of them or all, none twice, none whose score in float64 is below
+    """The tokens of some rows: k of them or all, none twice, none whose score in float64 is below
     the k-th best by more than the tensor core's error; slots in ascending order of position."""
     last = len(step.tables) - 1
     table, result = step.tables[last], call(last)

@@ -21,7 +21,7 @@ STEPS = 4  # k steps of a wgmma image
 
 
 class Device(Protocol):
-    """Where a case runs."""
+    """Device that a case runs on."""
 
     torch_device: str
 
@@ -59,7 +59,7 @@ FORMATS = {"e4m3": FP8, "bf16": BF16, "f16": F16}
 
 @dataclass(frozen=True)
 class Major:
-    """How an operand lies in 128-byte lines: its descriptor without the address, and what the next
+    """Layout of an operand in 128-byte lines: its descriptor without the address, and what the next
     k step adds to it (both in units of 16 bytes)."""
 
     descriptor: int

@@ -212,16 +212,22 @@ class Problem:
         rows, keys = most_tiles(t, batch), most_tiles(t_k, batch)
         none, work, key_work = self.lse[:0], self.work, self.key_work
         longest = max(shape.lq), max(shape.lk)
+
+        def dkv(behind_dq: int) -> Call:
+            most = min(sms, keys * groups)
+            return lambda: at["dkv"](
+                *given, key_work, dks[0], *parts, dv, *how, behind_dq, most
+            )  # fmt: skip
+
         calls: dict[str, Call] = {
             "items": lambda: at["items"](*tables, work, key_work, causal, *longest),
             "delta": lambda: at["delta"](
-                self.out, self.dout, self.lse, none, self.cu_q, work, self.stats, rows
+                self.out, self.dout, self.lse, none, self.cu_q, work, key_work, self.stats, rows
             ),
             "dq": lambda: at["dq"](*given, work, dq, scale, causal, min(sms, rows * h)),
-            "dkv": lambda: at["dkv"](
-                *given, key_work, dks[0], *parts, dv, *how, min(sms, keys * groups)
-            ),
+            "dkv": dkv(1),
         }
+        self.dkv_alone = dkv(0)
         if parts:
             calls["rope_sum"] = lambda: at["rope_sum"](parts[0], dks[1])
         return calls
@@ -383,6 +389,7 @@ def row(
                 if name in ("delta", "rope_sum"):
                     calls[name] = Replay(part, repeats)
                 elif name != "items":  # whose counters only a list kernel resets
+                    part = problems[rope].dkv_alone if name == "dkv" else part
                     calls[f"items, {name}"] = Replay(chained(parts["items"], part), repeats)
     found = in_turn(calls, round_ms)
     for name, times in found.items():

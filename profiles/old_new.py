@@ -161,7 +161,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def within(row: Row) -> bool:
-    """Whether a witness costs no more than it may."""
+    """True if a witness costs no more than it may."""
     if row.first >= LONG_US:
         return 1 / row.ratio <= SHARE_GATE
     return row.second - row.first <= SHORT_GATE_US
@@ -212,7 +212,7 @@ def written(found: Tables, titles: Mapping[str, str], witness: bool) -> list[str
 
 
 def good(found: Tables, witness: bool) -> bool:
-    """Whether every row has a figure and every gate is met."""
+    """True if every row has a figure and every gate is met."""
     if found.failed or found.missing or not found.rows:
         return False
     if witness:

@@ -38,7 +38,7 @@ FORMATS = {"native": "fp8", "rows": "fp8_ds_mla"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much memory calls read.
+    """Bytes that calls read.
 
     Attributes:
         tokens: of a cache.
@@ -382,7 +382,7 @@ class Topk:
 
     @classmethod
     def draw(cls, shape: TopkRow, _: Sizes, device: torch.device) -> Topk:
-        """As ``profiles.tables.dsa_cost`` draws them."""
+        """Drawn as by ``profiles.tables.dsa_cost``."""
         k = min(dsa_cost.K, shape.columns)
         rows, columns, tokens, scores = shape
         return cls(dsa_cost.Problem.of(rows, columns, scores, k, device, tokens))

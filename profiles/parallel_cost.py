@@ -67,7 +67,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
+    """Place of a rank."""
 
     rank: int
     ranks: int

@@ -41,7 +41,7 @@ class PeerLibrary(Contender):
 
     @property
     def file(self) -> str:
-        """Where in the folder its library is."""
+        """Path of its library in the folder."""
         return PEER_FILES[self.name.partition(":")[0]]
 
     def unavailable(self) -> str | None:

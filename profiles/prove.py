@@ -118,7 +118,7 @@ def steps() -> list[Step]:
 
 
 def one_source(spec: VariantSpec) -> bool:
-    """Whether one module builds the variant and its twin of the other architecture."""
+    """True if one module builds the variant and its twin of the other architecture."""
     modules = {registry.module_name(spec.replace(arch=arch)) for arch in ARCHS}
     return len(modules) == 1
 
@@ -472,7 +472,7 @@ def _console() -> Console:
 
 
 def _standing(book: Book, step: Step) -> str:
-    """How a step stands, by its sources alone; ``elsewhere``: it passed on others."""
+    """Standing of a step, by its sources alone; ``elsewhere``: it passed on others."""
     outcome, last = book.outcome(step), book.last(step)
     if outcome is None:
         other = last is not None and last.passed and last.key != step.key

@@ -25,7 +25,7 @@ RESULTS = ROOT / "profiles" / "results"
 SUFFIXES = (".py", ".c", ".h", ".j2", ".npz", ".json")
 # Packages of which what runs counts; of others, tests and scripts, every byte does.
 STRIPPED = ("dsl_kernels", "snapmla", "softgpu")
-BUILDERS = ("codegen/compile.py", "codegen/abi.py", "codegen/audit.py")
+BUILDERS = tuple(f"codegen/{name}.py" for name in ("compile", "abi", "audit", "fences"))
 # Survivors are judged by these when a record is read.
 EXPLANATIONS = "profiles/explained.py"
 ROLES = "snapmla/testing/explanations.py"
@@ -153,7 +153,7 @@ def _ptx(path: Path, _stamp: int) -> str:
 
 
 def fresh(step: Step, folder: Path) -> bool:
-    """Whether a folder has all of a step's variants, built from the sources and fit to ship."""
+    """True if a folder has all of a step's variants, built from the sources and fit to ship."""
     return all(_fresh(name, folder) for name in step.specs)
 
 
@@ -193,7 +193,7 @@ def _launches(name: str, folder: Path) -> str:
 
 
 def same(step: Step, before: dict[str, str], folder: Path) -> str:
-    """Why an outcome that executed ``before`` does not count for a step; empty if it does."""
+    """Reason why an outcome that executed ``before`` does not count; empty if it does."""
     if not fresh(step, folder):
         return "not built from these sources"
     now = executed(step, folder)

@@ -1,4 +1,4 @@
-"""From a worker's raw rows to tables: derived figures, summary, JSON and markdown on disk.
+"""Reports from a worker's raw rows: derived figures, summary, JSON and markdown on disk.
 
 No torch here: ``python -m profiles.report FILE.json...`` prints the short tables of finished runs.
 """
@@ -107,7 +107,7 @@ def reproduce(label: str, row: Row) -> str:
 
 
 def counts(row: Row) -> bool:
-    """Whether a row has a time and passed its check."""
+    """True if a row has a time and passed its check."""
     return row.get("status") == "ok" and bool(row.get("us"))
 
 

@@ -30,7 +30,7 @@ RACE = "race: "  # what a pair begins with, in findings
 
 @dataclass(frozen=True)
 class Means:
-    """How pairs are ordered that racecheck does not follow.
+    """Means of order between pairs that racecheck does not follow.
 
     Attributes:
         title: heading of the page.
@@ -91,11 +91,11 @@ class Handover:
 
     @property
     def why(self) -> str:
-        """In a sentence."""
+        """Reason, as a sentence."""
         return f"{self.what}: written, then {self.there}; read, then {self.back}"
 
     def covers(self, functions: tuple[str, ...], accesses: tuple[str, ...]) -> bool:
-        """Whether a pair is one of it: a write in a writer and a read in a reader."""
+        """True if a pair is one of it: a write in a writer and a read in a reader."""
         if len(functions) != 2 or sorted(accesses) != ["read", "write"]:
             return False
         side = dict(zip(accesses, functions, strict=True))
@@ -349,6 +349,6 @@ def handover_of(functions: tuple[str, ...], what: str) -> Handover | None:
 
 
 def explanation(functions: tuple[str, ...], what: str) -> str:
-    """Why a pair is ordered, as ``handover_of`` takes it; empty where nothing is known."""
+    """Reason why a pair is ordered, as ``handover_of`` takes it; empty where nothing is known."""
     handover = handover_of(functions, what)
     return "" if handover is None else handover.why

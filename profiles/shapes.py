@@ -21,7 +21,7 @@ _FIELD = re.compile(r"([a-z]+)(\d+)")
 
 
 def is_decode(op: str) -> bool:
-    """Whether rows of an operation are of decode, over whatever cache."""
+    """True if rows of an operation are of decode, over whatever cache."""
     return op in FAMILIES and FAMILIES[op].kind == DECODE
 
 
@@ -72,11 +72,11 @@ class DecodeShape:
 
     @property
     def uneven(self) -> bool:
-        """Whether requests differ in length."""
+        """True if requests differ in length."""
         return self.ragged or self.skewed
 
     def levelled(self) -> DecodeShape:
-        """As many requests and (rounded) tokens, all of one length."""
+        """Same number of requests and (rounded) tokens, all of one length."""
         mean = round(self.tokens / self.batch)
         return DecodeShape(self.batch, mean, self.num_heads, self.s_q)
 
@@ -143,7 +143,7 @@ class HelperShape:
 
     @property
     def sizes(self) -> Sizes:
-        """As its workload takes them."""
+        """Sizes as its workload takes them."""
         from snapmla.testing.workloads.call import Sizes
 
         each = self.tokens // self.batch if self.spec.op == "fetch_dequant" else self.tokens

@@ -1,4 +1,4 @@
-"""When kernels ran, as a profile of torch has it, and whose a moment is.
+"""Times of kernels, as a profile of torch has them, and whose a moment is.
 
 A kernel of programmatic dependent launch is on the card before the one that it waits for is over:
 from its begin to its end a profile counts what it waited, too, and the durations of all kernels sum

@@ -1,4 +1,4 @@
-"""Where a decode CTA's time goes: %globaltimer at seven events, from builds that record it.
+"""Time of a decode CTA by its parts: %globaltimer at seven events, from builds that record it.
 
     for rows in 16 64 128; do
         python -m codegen build decode_etap_r${rows}_p64_obf16_stamps1_sm90a

@@ -52,7 +52,7 @@ class RunConfig:
     timing: dict[str, float] = field(default_factory=dict)
 
     def ban_reason(self, shape: str, backend: str) -> str | None:
-        """Why ``backend`` must not run ``shape``, or None."""
+        """Reason why ``backend`` must not run ``shape``, or None."""
         return self.banned.get(f"{shape}|{backend}") or self.banned.get(f"*|{backend}")
 
 

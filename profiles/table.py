@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         peers: folder of the peers' libraries.
-        options: more words, by name, for some tables.
+        options: values that ``--set`` gave, by name.
     """
 
     device: torch.device
@@ -88,6 +88,7 @@ class Table:
         peer: contender whose time ratios of times alone are of; energy is told a tile.
         intro: lines between the page's head, or the table before, and this one.
         more: tables behind this one on the page, which share its setup.
+        takes: options beside those of every table: ``peers``, or names that ``--set`` gives values.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Table:
     peer: str = ""
     intro: Sequence[str] = ()
     more: tuple[Table, ...] = ()
+    takes: Sequence[str] = ()
 
 
 # ---------------------------------------------------------------------------- one row

@@ -79,7 +79,7 @@ class Timing:
 
 
 def buffer_count(bytes_per_call: float, config: TimingConfig) -> int:
-    """How many buffers a loop rotates over: ``rotate_bytes`` in all, never under 200 MB."""
+    """Number of buffers that a loop rotates over: ``rotate_bytes`` in all, never under 200 MB."""
     if bytes_per_call <= 0:
         raise ValueError(f"bytes_per_call: expected a positive size, got {bytes_per_call}")
     wanted = max(2, -int(-config.rotate_bytes // bytes_per_call))

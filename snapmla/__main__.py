@@ -253,7 +253,7 @@ def repro_command(
 
 
 def _verdict(outcome: repro.Outcome) -> str:
-    """How the call ended, and how many results are NaN."""
+    """Verdict on the call's end, with the number of NaN among results."""
     if outcome.error is not None:
         return f"{type(outcome.error).__name__}: {outcome.error}"
     floats = {k: v for k, v in outcome.results.items() if v.is_floating_point()}

@@ -57,7 +57,7 @@ class Prepared:
 
     @staticmethod
     def of(plan: DecodePlan, options: Options, dtype: torch.dtype) -> Prepared | None:
-        """For options that ``run_plan`` accepted; None of plans that take more than a launch."""
+        """Prepares options that ``run_plan`` accepted; None of plans with more than a launch."""
         if plan.check_stale or plan.idle or not plan.as_given:
             return None
         *tables, o_accum, lse_accum = plan.arguments

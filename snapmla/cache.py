@@ -81,8 +81,8 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def begins(self) -> tuple[launch.Begin, ...]:
-        """As of every ``OverTensors``; asked is the caller's content, which kernels take as bytes,
-        and of 16 bits the caller's slices."""
+        """Starts as of every ``OverTensors``; asked is the caller's content, which kernels take as
+        bytes, and of 16 bits the caller's slices."""
         return tuple(launch.begin_of(*part) for part in _KEPT[self.format].begins(self))
 
     @functools.cached_property
@@ -230,7 +230,7 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether kernels may take the addresses of its tensors."""
+        """True if kernels may take the addresses of its tensors."""
         return tracing.plain(*self.named_tensors.values())
 
     @functools.cached_property
@@ -372,7 +372,7 @@ _Pairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class _Kept(NamedTuple):
-    """How a format keeps tokens.
+    """Storage of a format's tokens.
 
     Attributes:
         derived: what follows from a cache's tensors.

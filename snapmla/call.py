@@ -192,7 +192,7 @@ def run(op: Op, owner: Any, call: Any) -> Any:
 def _lie_apart(
     op: Op, call: Any, kind: Kind, tensors: tuple[Any, ...], where: tuple[Any, ...]
 ) -> bool:
-    """Whether a call of a known kind, at addresses that are new, is right there as well."""
+    """True if a call of a known kind, at addresses that are new, is right there as well."""
     if not all(t.data_ptr() or not t.numel() for t in tensors):  # one was freed
         return False
     groups = op.places(call, kind.ready)

@@ -138,7 +138,7 @@ def _in_pool(name: str, numbers: torch.Tensor, cache: PagedKVCache, *, given: bo
 
 
 def _rope_beside(record: Record) -> bool:
-    """Whether K has RoPE channels that V has not."""
+    """True if K has RoPE channels that V has not."""
     return record.rope is not None and not record.rope_in_v
 
 
@@ -184,7 +184,7 @@ def _converted(source: PagedKVCache, at: torch.Tensor, out: PagedKVCache) -> Fie
 
 
 def _same_content(one: Record, other: Record) -> bool:
-    """Whether content and scales of one are those of the other."""
+    """True if content and scales of one are those of the other."""
     assert one.scale is not None and other.scale is not None
     of = lambda x: (x.content.count, x.group, x.scale.dtype, x.rope_in_v, x.zero_scale)
     return of(one) == of(other)

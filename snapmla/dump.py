@@ -259,7 +259,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> Dump:
 
 
 def _damage(path: Path) -> str:
-    """Why a file cannot be loaded, in words."""
+    """Reason why a file cannot be loaded, in words."""
     if zipfile.is_zipfile(path):
         return "it holds other things than plain data"
     with path.open("rb") as file:

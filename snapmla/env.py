@@ -37,7 +37,7 @@ class EnvVar:
         return os.environ.get(self.name, self.default)
 
     def enabled(self) -> bool:
-        """Whether a switch is on: a word of ``ON``; not of ``OFF``, nor empty; in any case.
+        """True if a switch is on: a word of ``ON``; not of ``OFF``, nor empty; in any case.
 
         Raises:
             ValueError: another word, which might have been meant either way.
@@ -147,7 +147,7 @@ TABLE: tuple[EnvVar, ...] = (
 
 
 def is_checkout() -> bool:
-    """Whether the package runs from a source checkout (so ``build/variants`` is its own)."""
+    """True if the package runs from a source checkout (so ``build/variants`` is its own)."""
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "codegen").is_dir()
 
 
@@ -166,7 +166,7 @@ class Place(NamedTuple):
 
 
 def places() -> list[Place]:
-    """Where variants are searched, in order; other versions of the package have their own cache."""
+    """Folders that are searched for variants, in order; other versions have their own cache."""
     found: list[Place] = []
     if VARIANT_DIR.get():
         found.append(Place(f"`{VARIANT_DIR.name}`", Path(VARIANT_DIR.get()), True))

@@ -20,7 +20,7 @@ Fetched = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tokens(NamedTuple):
-    """Which tokens are wanted: arguments of ``fetch_dequant``, checked or not."""
+    """Tokens that are wanted: arguments of ``fetch_dequant``, checked or not."""
 
     where: torch.Tensor
     cache_seqlens: torch.Tensor | None = None

@@ -98,7 +98,7 @@ class Ready(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Where the plan lies."""
+        """Place of the plan."""
         return self.plan.place
 
 
@@ -325,7 +325,7 @@ def _primary(call: Call) -> tuple[QuantizedQuery, PagedKVCache, DecodePlan | Non
 
 
 def _another_format(shape: tuple[int, ...]) -> str:
-    """Who has tokens of this width, and which calls read them; empty: nobody."""
+    """Formats with tokens of this width, and the calls that read them; empty: none."""
     said = checks.named_by_width(shape[-1]) if shape else ""
     return f"{said}: make a PagedKVCache of it for snapmla.decode" if said else ""
 

@@ -91,7 +91,7 @@ class Info:
 
     @property
     def good(self) -> bool:
-        """Whether every GPU decodes or, without one, the software GPU does."""
+        """True if every GPU decodes or, without one, the software GPU does."""
         return all(self.decodes) if self.cards else self.software_gpu
 
 
@@ -192,7 +192,7 @@ def _folder(place: env.Place) -> Folder:
 
 
 def _wrong_with_folder(folder: Folder) -> Iterator[str]:
-    """Why its variants are not used, or some of them not as they should be."""
+    """Reason why its variants are not used, or some of them not as they should be."""
     if folder.refused is not None:
         yield folder.refused
     refusal = runtime.jit_refusal()
@@ -225,7 +225,7 @@ def needed(arch: str) -> list[VariantSpec]:
 
 
 def _wrong_with(card: Card) -> Iterator[str]:
-    """Why a card does not decode; nothing where what is missing would be compiled."""
+    """Reason why a card does not decode; nothing where what is missing would be compiled."""
     if card.arch is None:
         yield runtime.unserved(card.name, _numbers(card.capability))
         return
@@ -262,7 +262,7 @@ def _wrong_with(card: Card) -> Iterator[str]:
 
 
 def _absent(info: Info) -> Iterator[str]:
-    """Which ops have no variant for the cards here, by kind."""
+    """Ops that have no variant for the cards here, by kind."""
     if runtime.jit_refusal() is None:
         return
     for arch in dict.fromkeys(card.arch for card in info.cards if card.arch is not None):
@@ -282,7 +282,7 @@ def _absent(info: Info) -> Iterator[str]:
 
 
 def _narrow(info: Info) -> Iterator[str]:
-    """Which folders' variants of sm_100a do not serve a B300."""
+    """Folders whose variants of sm_100a do not serve a B300."""
     for folder in (folder for folder in info.folders if folder.narrow):
         yield (
             f"sm_103 (B300) is not served by {len(folder.narrow)} variants in {folder.path} "
@@ -295,7 +295,7 @@ _INSTALL_CC = "install gcc or clang, or let CC name one"
 
 
 def _c_compiler() -> bool:
-    """Whether there is one, as the software GPU and codegen look for it."""
+    """True if there is one, as the software GPU and codegen look for it."""
     from softgpu.runtime import c_compiler
 
     return c_compiler() is not None

@@ -22,12 +22,12 @@ _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # with to
 
 @functools.lru_cache(maxsize=1)
 def several_gpus() -> bool:
-    """Whether this process sees more than one GPU."""
+    """True if this process sees more than one GPU."""
     return torch.cuda.device_count() > 1
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of a CUDA device, current or not, is being captured."""
+    """True if the current stream of a CUDA device, current or not, is being captured."""
     if not several_gpus() or torch.cuda.current_device() == device.index:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
@@ -35,7 +35,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
-    """Whether all tensors that are given live on ``device``."""
+    """True if all tensors that are given live on ``device``."""
     for tensor in tensors:  # noqa: SIM110 (on every call: faster than all())
         if tensor is not None and tensor.device != device:
             return False
@@ -43,7 +43,7 @@ def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
 
 
 def addressable(device: torch.device, *tensors: torch.Tensor | None) -> bool:
-    """Whether kernels may take the addresses of those that are given as they are: plain tensors on
+    """True if kernels may take the addresses of those that are given as they are: plain tensors on
     ``device``, whose memory holds their values."""
     for tensor in tensors:
         if tensor is not None and (tensor.__class__ is not _Tensor or tensor.is_neg()):
@@ -70,7 +70,7 @@ def allocator(device: torch.device) -> Allocator:
 
 
 def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
-    """Whether other tensors are, each in its turn, like these but for where they lie.
+    """Function that is true of tensors that are, each in its turn, like these but for their place.
 
     Of the same class, device, dtype, shape and strides, with no bit of ``torch``'s (negative,
     conjugate, inference) that these lack; never true of one tensor in two places: ask for each once
@@ -150,7 +150,7 @@ NOWHERE = -1
 
 
 def begin_of(tensor: torch.Tensor, asked: torch.Tensor | None = None) -> Begin:
-    """Where ``tensor`` begins.
+    """Address of ``tensor``.
 
     Args:
         asked: one that begins at the same byte, and is asked in its place.
@@ -180,17 +180,17 @@ class OverTensors:
 
     @functools.cached_property
     def spans(self) -> tuple[overlap.Span, ...]:
-        """Where the tensors lie."""
+        """Spans of the tensors."""
         return tuple(map(overlap.span, self._parts()))
 
     @functools.cached_property
     def begins(self) -> tuple[Begin, ...]:
-        """Where each tensor began when a call first asked."""
+        """Address of each tensor when a call first asked."""
         return tuple(map(begin_of, self._parts()))
 
     @property
     def stays(self) -> bool:
-        """Whether its memory is where it was: storage can be freed or moved in place."""
+        """True if its memory is where it was: storage can be freed or moved in place."""
         return all(ask() == at for ask, at in self.begins)
 
     @functools.cached_property

@@ -307,13 +307,13 @@ def _check_apart(
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements lie; a dimension of one element has no stride."""
+    """Address and strides of a tensor's elements; a dimension of one element has no stride."""
     steps = tuple(s for s, n in zip(tensor.stride(), tensor.shape) if n > 1)
     return tensor.data_ptr(), tensor.shape, steps, tensor.dtype
 
 
 def _is(result: torch.Tensor | None, part: torch.Tensor) -> bool:
-    """Whether a result is to be written exactly where a part is read, element for element."""
+    """True if a result is to be written exactly where a part is read, element for element."""
     return result is not None and _place(result) == _place(part)
 
 

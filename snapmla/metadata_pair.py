@@ -79,7 +79,7 @@ def covered(
     items: list[list[int]], part_begin: list[int], split_begin: list[int], tiles: list[int],
     slots: int,
 ) -> list[bool]:  # fmt: skip
-    """Which sequences a pair's tables cover: the rule of ``dsl_kernels/smxx/coverage.py``.
+    """Sequences that a pair's tables cover: the rule of ``dsl_kernels/smxx/coverage.py``.
 
     Args:
         items: rows of ``work_items``.
@@ -165,7 +165,7 @@ class PairPlan(decode_plan.DecodePlan):
 
 
 class Tables(NamedTuple):
-    """Where a metadata tensor holds the plan's tables."""
+    """Places of the plan's tables in a metadata tensor."""
 
     work_items: torch.Tensor
     part_begin: torch.Tensor

@@ -1,4 +1,4 @@
-"""Where tensors lie: which of them share bytes.
+"""Memory of tensors: which of them share bytes.
 
 A *span* is a tensor's first byte and the one behind its last.  Tensors whose spans do not meet lie
 apart; where spans meet (pages of a pool side by side) ``shared`` looks at the strides.
@@ -47,7 +47,7 @@ def place(spans: tuple[Any, ...]) -> int:
 
 
 def meets(span: Span, others: Iterable[Span]) -> bool:
-    """Whether a span reaches into one of ``others``."""
+    """True if a span reaches into one of ``others``."""
     first, end = span
     for other, other_end in others:  # noqa: SIM110 (on every call: faster than any())
         if first < other_end and other < end:
@@ -56,7 +56,7 @@ def meets(span: Span, others: Iterable[Span]) -> bool:
 
 
 def lie_apart(*groups: Sequence[Span]) -> bool:
-    """Whether no span of one group meets one of another."""
+    """True if no span of one group meets one of another."""
     return not any(
         meets(span_, later)
         for i, group in enumerate(groups)
@@ -72,7 +72,7 @@ class Apart(set[tuple[Any, ...]]):
     """
 
     def see(self, key: tuple[Any, ...], *groups: Sequence[Span]) -> bool:
-        """Whether no span of one group meets one of another; if so, the key is remembered.
+        """True if no span of one group meets one of another; if so, the key is remembered.
 
         False also where one lies between another's pages: ``shared`` looks closer.
         """
@@ -85,7 +85,7 @@ class Apart(set[tuple[Any, ...]]):
 
 
 def shared(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether some byte belongs to an element of both; strided views may interleave.
+    """True if some byte belongs to an element of both; strided views may interleave.
 
     Exact but for strides so odd that the answer would take long, which count as overlapping.
     """

@@ -242,7 +242,7 @@ class PlanOptions:
 
     @property
     def format(self) -> Format:
-        """How the cache stores tokens."""
+        """Format in which the cache stores tokens."""
         return FORMATS[self.cache_name]
 
     @property

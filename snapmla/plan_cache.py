@@ -78,7 +78,7 @@ class Plans(Generic[P]):
 
     @property
     def device(self) -> torch.device:
-        """Where the plans live."""
+        """Device that the plans live on."""
         return self._device
 
     def _find(self, key: Key, pin: bool) -> P | None:
@@ -93,7 +93,7 @@ class Plans(Generic[P]):
         return plan
 
     def _capturing(self) -> bool:
-        """Whether the current stream is being captured."""
+        """True if the current stream is being captured."""
         return self._is_cuda and launch.capturing(self._device)
 
     def _new(

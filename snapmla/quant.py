@@ -105,7 +105,7 @@ class QuantizedQuery(launch.OverTensors):
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences have different numbers of query tokens, packed one after another."""
+        """True if sequences have different numbers of query tokens, packed one after another."""
         return self.rope.ndim == 3
 
     @property

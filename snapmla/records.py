@@ -91,7 +91,7 @@ def made(cache_seqlens: torch.Tensor, rows: int, num_kv_heads: int) -> Pair:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Where records become a plan.
+    """Fixed memory in which records become a plan.
 
     Attributes:
         plan: what ``read`` fills, num_kv_heads parts a record.

@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if nothing is wrong."""
         return self.error is None and not self.hazards and not self.differs and self.right
 
 
@@ -127,7 +127,7 @@ def _hazards(found: list[str]) -> Iterator[None]:
 
 
 def difference(got: Tensor, want: Tensor) -> str | None:
-    """How many bits differ and where first, None if none do; any NaN equals any NaN."""
+    """Number of bits that differ and the first place, None if none do; any NaN equals any NaN."""
     same = got == want
     if got.is_floating_point():
         same |= got.isnan() & want.isnan()
@@ -228,7 +228,7 @@ def against_sparse_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
 
 
 def list_lengths(call: Dump) -> Tensor:
-    """How many entries of its row count for each query token of a sparse decode's sequences; int32
+    """Number of entries that count of each query token's row in a sparse decode's sequences; int32
     (tokens,), without room that no sequence takes."""
     given = call.arguments
     query = next(given[name] for name in ("q_nope", "q") if name in given)

@@ -130,7 +130,7 @@ def arch_of_capability(major: int, minor: int) -> str | None:
 
 
 def unserved(name: str, capability: tuple[int, int]) -> str:
-    """Why no kernel runs on a card of a compute capability, and what does there."""
+    """Reason why no kernel runs on a card of a compute capability, and what does there."""
     reason = (
         f"{name} is sm_{capability[0]}{capability[1]}: kernels are built for sm_90 (Hopper), "
         "sm_100 and sm_103 (Blackwell)"
@@ -289,7 +289,7 @@ def _record(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def _digest(record: dict[str, Any]) -> str:
-    """As ``codegen.artifacts`` wrote it into the record; records of older builds have none."""
+    """Digest as ``codegen.artifacts`` wrote it into the record; older builds' have none."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -367,7 +367,7 @@ def driver_version() -> tuple[int, int] | None:
 
 
 def too_new(artifact: Artifact) -> str | None:
-    """Why the driver cannot load the variant, or None: it was built with a newer CUDA."""
+    """Reason why the driver cannot load the variant, or None: it was built with a newer CUDA."""
     driver = driver_version()
     if driver is None or artifact.cuda <= driver[0]:
         return None
@@ -381,7 +381,7 @@ def too_new(artifact: Artifact) -> str | None:
 
 
 def other_cards(artifact: Artifact, met: Iterable[tuple[int, int]] | None = None) -> str | None:
-    """Why a card does not load the variant, or None: its cubin was assembled for others.
+    """Reason why a card does not load the variant, or None: its cubin was assembled for others.
 
     Args:
         met: compute capabilities of cards; None: of those that calls have named.
@@ -441,7 +441,7 @@ def _refused(
 
 
 def jit_refusal() -> str | None:
-    """Why variants cannot be compiled in this process, or None."""
+    """Reason why variants cannot be compiled in this process, or None."""
     if env.NO_JIT.enabled():
         return f"{env.NO_JIT.name} forbids compiling"
     if not (env.ROOT / "codegen" / "compile.py").is_file():
@@ -455,7 +455,7 @@ def jit_refusal() -> str | None:
 
 
 def _outdated(spec: VariantSpec, artifact: Artifact) -> bool:
-    """Whether the kernel's sources here are not those of the build, or the build must not ship.
+    """True if the kernel's sources here are not those of the build, or the build must not ship.
 
     False where they cannot be compared: in a bundle, or where ``codegen`` is something else.
     """
@@ -470,7 +470,7 @@ def _outdated(spec: VariantSpec, artifact: Artifact) -> bool:
 
 
 def other_sources(spec: VariantSpec, artifact: Artifact) -> bool:
-    """Whether the kernel's sources here are not those of the build; False as of ``_outdated``.
+    """True if the kernel's sources here are not those of the build; False as of ``_outdated``.
 
     Nothing is read where no sources of kernels are; else milliseconds a variant.
     """
@@ -496,7 +496,7 @@ def _tell_outdated(spec: VariantSpec, artifact: Artifact, refusal: str) -> None:
 
 
 def _codegen_is_ours() -> bool:
-    """Whether ``import codegen`` gives the package beside this one, not the application's."""
+    """True if ``import codegen`` gives the package beside this one, not the application's."""
     try:
         found = importlib.util.find_spec("codegen")
     except ValueError:  # a module of that name without a spec

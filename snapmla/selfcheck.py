@@ -1,4 +1,4 @@
-"""Whether a decode's results are right (``decode_errors``), and a built variant (``check``).
+"""Checks of a decode's results (``decode_errors``), and of a built variant (``check``).
 
 ``lse_bounds`` says how far Hopper's tensor core can put a row's LSE from the exact one.
 """

@@ -1,4 +1,4 @@
-"""Whether a call is recorded, as operators of ``torch.ops.snapmla``, or launches kernels now.
+"""Choice of a call: to be recorded, as operators of ``torch.ops.snapmla``, or to launch now.
 
 Kernels take addresses.  What a tracer hands over (FakeTensors, proxies, wrapper subclasses) has
 none, and what a dispatch mode watches would be invisible to it.  So every public call asks here:
@@ -42,7 +42,7 @@ _FX_FLAG = hasattr(_fx, "_is_fx_tracing_flag")
 
 
 def active() -> bool:
-    """Whether anything records calls now.  On every call: about 0.1 us.
+    """True if anything records calls now.  On every call: about 0.1 us.
 
     The flag of torch.fx stands for ``make_fx(pre_dispatch=True)``, whose mode is on a stack of its
     own that takes longer to ask.
@@ -58,7 +58,7 @@ def active() -> bool:
 
 
 def plain(*values: Any) -> bool:
-    """Whether kernels may take the addresses of all tensors among ``values``.
+    """True if kernels may take the addresses of all tensors among ``values``.
 
     Subclasses of torch.Tensor may have none; of the package's own classes, of tuples and lists the
     tensors in them count, anything else does not.
@@ -78,7 +78,7 @@ def plain(*values: Any) -> bool:
 
 
 def wanted(*values: Any) -> bool:
-    """Whether a call with these arguments must be recorded.
+    """True if a call with these arguments must be recorded.
 
     Raises:
         ValueError: as ``active``.
@@ -87,7 +87,7 @@ def wanted(*values: Any) -> bool:
 
 
 def functionalises() -> bool:
-    """Whether the tracer replaces writes by new values, for which it must know what is aliased."""
+    """True if the tracer replaces writes by new values, for which it must know what is aliased."""
     if torch.compiler.is_compiling():
         return True
     keys = torch._C._TorchDispatchModeKey

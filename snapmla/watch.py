@@ -242,7 +242,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _has_new_nan(now: Tensor, before: Tensor) -> bool:
-    """Whether there is a NaN where there was none: rows that a call leaves alone may hold any."""
+    """True if there is a NaN where there was none: rows that a call leaves alone may hold any."""
     if not now.is_floating_point() or now.shape != before.shape:  # a pool, cut down
         return False
     return bool((now.cpu().isnan() & ~before.isnan()).any())

@@ -1,4 +1,4 @@
-"""How tensor cores add: the one place where the arithmetic of wgmma and tcgen05 is decided.
+"""Additions of tensor cores: the one place where the arithmetic of wgmma and tcgen05 is decided.
 
 An accumulate function has the signature
 
@@ -35,7 +35,7 @@ def exact(acc: F32, a: F32, b: F32, kind: str) -> F32:
 
 
 def hopper(acc: F32, a: F32, b: F32, kind: str) -> F32:
-    """As a Hopper tensor core adds.  Raises ValueError for e5m2, which was not recorded."""
+    """Adds like a Hopper tensor core.  Raises ValueError for e5m2, which was not recorded."""
     if kind == "e4m3":
         return fp8_step_numpy(acc, a, b)
     if kind in _SMALLEST_NORMAL:
@@ -44,7 +44,7 @@ def hopper(acc: F32, a: F32, b: F32, kind: str) -> F32:
 
 
 def blackwell(acc: F32, a: F32, b: F32, kind: str) -> F32:
-    """As a Blackwell tensor core is said to add."""
+    """Adds like a Blackwell tensor core, by what is said of it."""
     return blackwell_step_numpy(acc, a, b, kind)
 
 

@@ -1,4 +1,4 @@
-"""Which PTX forms a set of modules uses, and which of them no handler models."""
+"""PTX forms that a set of modules uses, and those of them that no handler models."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Program:
 
     @functools.cached_property
     def files(self) -> RegisterFiles:
-        """Where warps get their registers."""
+        """Register files of warps."""
         return RegisterFiles(self)
 
     @functools.cached_property
@@ -329,7 +329,7 @@ class Decoder:
         return self.dst(operand, wide), DTYPES[wide]
 
     def is_symbol(self, operand: Operand) -> bool:
-        """Whether an address is a declared name's, plus an offset: the same in all threads."""
+        """True if an address is a declared name's, plus an offset: the same in all threads."""
         base = operand.base if isinstance(operand, Mem) else None
         return (
             isinstance(base, Reg)

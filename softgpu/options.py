@@ -1,4 +1,4 @@
-"""How a kernel is executed (``Options``) and what was counted (``Stats``)."""
+"""Options of a kernel's execution (``Options``) and what was counted (``Stats``)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _hazards() -> str:
 
 
 class Observer(Protocol):
-    """Who watches launches; one that is None costs nothing."""
+    """Observer of launches; None costs nothing."""
 
     def launched(self, machine: Machine) -> None:
         """A launch is about to begin: the place to put other memories into the machine."""
@@ -71,7 +71,7 @@ class Observer(Protocol):
 
 @dataclass
 class Options:
-    """How to execute.  Defaults come from SOFTGPU_ACCUMULATE, _ASYNC, _SEED and _HAZARDS.
+    """Options of execution.  Defaults come from SOFTGPU_ACCUMULATE, _ASYNC, _SEED and _HAZARDS.
 
     Attributes:
         accumulate: arithmetic of the tensor cores, see ``softgpu.accumulate``; None takes that of

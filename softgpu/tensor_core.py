@@ -1,4 +1,4 @@
-"""How tensor cores add: models of one step of WGMMA (bit-exact) and of tcgen05, in numpy.
+"""Additions of tensor cores: models of one step of WGMMA (bit-exact) and of tcgen05, in numpy.
 
 **Hopper.**  Fitted to 9.9 million accumulators recorded on an H200 (``profiles/record_wgmma.py``):
 every one is reproduced bit for bit, for m64nNk32 e4m3 x e4m3 and m64nNk16 bf16 x bf16 and f16 x f16

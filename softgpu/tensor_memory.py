@@ -32,7 +32,7 @@ class Cells(NamedTuple):
     columns: int
 
     def overlaps(self, other: Cells) -> bool:
-        """Whether the two have a cell in common."""
+        """True if the two have a cell in common."""
         if self.rank != other.rank or self.first >= other.first + other.columns:
             return False
         if other.first >= self.first + self.columns:
@@ -79,7 +79,7 @@ class TensorMemory:
             )
 
     def free_at(self, columns: int) -> list[int]:
-        """Where so many columns could be allocated, ascending."""
+        """Columns from which so many could be allocated, ascending."""
         starts = range(0, COLUMNS - columns + 1, columns)
         return [s for s in starts if not self._owned[s : s + columns].any()]
 

@@ -71,7 +71,7 @@ def _overlap(some: Iterable[Cells], others: Iterable[Cells]) -> bool:
 
 
 def must_follow(first: TensorOp, second: TensorOp) -> bool:
-    """Whether ``second``, issued later by the same warp, may not overtake ``first``."""
+    """True if ``second``, issued later by the same warp, may not overtake ``first``."""
     if first.group != second.group:
         return False
     if _overlap(first.reads, second.writes):  # A is read before anything overwrites it

@@ -37,7 +37,7 @@ def uniform_view(values: NDArray[np.uint64], dtype: Any) -> NDArray[Any]:
 
 
 class Wait:
-    """Why a group of lanes stopped.
+    """Reason why a group of lanes stopped.
 
     ``ready`` is polled.  ``retry``: the instruction runs again, otherwise execution goes on behind
     it, and ``resume`` is called first.  ``expires``: the wait has a time limit; when nothing else

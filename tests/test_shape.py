@@ -1,8 +1,9 @@
 """How large things may be, and that docstrings name what is there.
 
 Files, function bodies, the modules at the top of ``snapmla`` and the lines of prose in docs have
-limits.  A name between double backquotes in a docstring must be somewhere: see ``Names``.  Frozen
-folders, which pyproject.toml takes out of lint, need not keep any of it.
+limits.  A docstring opens with a verb or a noun; a name between double backquotes in it must be
+somewhere: see ``Names``.  Frozen folders, which pyproject.toml takes out of lint, need not keep any
+of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import gc
 import re
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -296,6 +298,42 @@ class Names:
                         yield f"{self.modules[module]}:{line}: {name}"
 
 
+# First words of a docstring that name nothing and say nothing to do: none opens so.
+FIRST = frozenset(
+    {"as", "how", "if", "in", "when", "where", "whether", "which", "who", "whose", "why"}
+    | {"for", "at", "on", "from"}
+)
+# No more of these than so many may open one; numbers fall as they are mended.
+NOT_MORE = {"of": 135, "what": 370, "that": 20, "those": 13, "its": 11, "by": 9, "with": 5}
+FIRST_WORD = re.compile(r"\(*(\w+)")
+
+
+def first_words(root: Path, packages: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
+    """Places of docstrings in packages and folders, with the first word of each in lower case."""
+    trees = dict(parsed(root, tuple(packages)))
+    for path in (path for folder in folders for path in sorted((root / folder).glob("*.py"))):
+        trees[str(path.relative_to(root))] = ast.parse(path.read_text())
+    found = {}
+    for module, tree in trees.items():
+        for node in (tree, *statements(tree)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                word = FIRST_WORD.match(ast.get_docstring(node) or "")
+                if word is not None:
+                    place = f"{module}:{getattr(node, 'lineno', 1)}: {getattr(node, 'name', '')}"
+                    found[place] = word[1].lower()
+    return found
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    """But for kernels', whose docstrings are in the line numbers of their objects."""
+    every = first_words(ROOT, FLOORS, ["tests/support"])
+    found = {place: word for place, word in every.items() if not place.startswith("dsl_kernels")}
+    assert len(found) > 3000
+    assert not {place: word for place, word in found.items() if word in FIRST}
+    counts = Counter(found.values())
+    assert not {word: counts[word] for word, most in NOT_MORE.items() if counts[word] > most}
+
+
 def test_names_in_docstrings_exist() -> None:
     names = Names(ROOT, FLOORS)
     assert sum(len(docs) for docs in names.docs.values()) > 3000
@@ -372,6 +410,23 @@ def library(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text).lstrip())
     return tmp_path
+
+
+def test_first_words_are_found(tmp_path: Path) -> None:
+    files = {
+        "low/__init__.py": '"""Low."""\n',
+        "low/a.py": (
+            '"""How it is."""\nclass A:\n  """(b, h) of A."""\n  def f():\n    """``x`` of."""\n'
+        ),
+        "more/b.py": 'def g():\n  """Whether."""\ndef h(): ...\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert first_words(tmp_path, ["low"], ["more"]) == {
+        "low:1: ": "low", "low.a:1: ": "how", "low.a:2: A": "b",
+        "more/b.py:1: g": "whether",
+    }  # fmt: skip
 
 
 def test_names_that_are_not_there_are_found(library: Path) -> None:

@@ -221,7 +221,7 @@ class Gradients(WorkTiles):
                     ring.init(st)
                 cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        compat.pdl_wait()  # the list, stats and all else come from the kernels before
+        self.begin()
         if wg == 0:
             claim_registers(self.budget, PRODUCER)
             if warp_id == 0:
@@ -284,7 +284,6 @@ class Gradients(WorkTiles):
     def end(self, st, count):
         """No further work tile."""
         self.notes.write(st, count, (Int32(-1),) * self.notes.words)
-        compat.pdl_launch_dependents()
 
     @cute.jit
     def zero_row(self, field, slot, row, channels: cutlass.Constexpr):

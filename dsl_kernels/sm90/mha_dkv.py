@@ -33,6 +33,22 @@ sums, and 0 times a NaN is NaN; but a row with a NaN in Q has one in LSE, if it 
 mha_delta makes one for a dO that is not finite.  So the clearing warp looks at LSEs alone, and what
 it clears is lost to nobody: of LSE NaN keys that the row sees get P and dS NaN, in all channels.
 
+Beside mha_dq.  That kernel lets the grid behind it begin once its CTAs have waited for what both
+read, so that this one, told ``behind_dq``, may take SMs that few tokens leave idle, and those that
+fall free at mha_dq's end.  Only the producer's warp reads what other grids wrote.  It does not rely
+on the order of launches, which promises nothing of what is visible before griddepcontrol.wait:
+
+    every CTA of mha_delta   griddepcontrol.wait | stores | bar.sync | atom.add.release.gpu (DELTAS)
+    producer here            ld.acquire.gpu (DELTAS) | fence.proxy.async | list, tables, TMA
+
+A load that returns READY has all of those additions before it in observation order, so each of them
+synchronises with it: stats, and by causality whatever mha_delta's wait made visible to it (lists,
+tables, Q, K, V, dO) are visible here; the proxy fence is for what TMA reads.  Of any other value
+the producer waits for the grid before as all kernels do.  An old READY, of a call before in the
+same memory, cannot be read: mha_dq's wait returns when the list's 0 and all additions are
+performed, and the CTAs here are launched behind that.  Nothing is stored before the consumers have
+waited, and the producer waits, too, before it ends: who waits for this grid has mha_dq's results.
+
 A key's gradients are sums over heads and rows in an order of its own sequence alone: bits are the
 same in any batch and on any number of SMs.
 """
@@ -49,7 +65,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from .. import compat
 from ..common import budget as bud
 from ..common.rounding import fma
-from ..mha_grads import DKV_STAGES, ROW_TILE, stats_row
+from ..mha_grads import DELTAS, DKV_STAGES, READY, ROW_TILE, stats_row
 from ..mha_list import ROWS, TILES
 from .mha_bwd_parts import D_V, WARPGROUP, Gradients, Summed, store_rows
 from .mha_parts import release
@@ -102,12 +118,14 @@ class TwoKeys:
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
         heads_together: Int32,  # KV heads of a group
+        behind_dq: Int32,  # 1: launched right behind mha_dq of the same call
         ctas: Int32,
         stream,
     ):
         self.enter(
             (q, dout, v, k_nope, k_rope), (cu_seqlens_q, cu_seqlens_k, work),
-            (stats, dk_nope, dv, parts), (softmax_scale, causal, heads_together), ctas, stream,
+            (stats, dk_nope, dv, parts), (softmax_scale, causal, heads_together, behind_dq), ctas,
+            stream,
         )  # fmt: skip
 
 
@@ -132,12 +150,13 @@ class OneKey:
         dv: cute.Tensor,  # (total_k, h_k, 128)
         softmax_scale: Float32,
         causal: Int32,  # 0 or 1
+        behind_dq: Int32,  # 1: launched right behind mha_dq of the same call
         ctas: Int32,
         stream,
     ):
         self.enter(
             (q, dout, v, k_nope), (cu_seqlens_q, cu_seqlens_k, work), (stats, dk_nope, dv),
-            (softmax_scale, causal, Int32(1)), ctas, stream,
+            (softmax_scale, causal, Int32(1), behind_dq), ctas, stream,
         )  # fmt: skip
 
 
@@ -175,16 +194,31 @@ class MhaDkv(Gradients):
         return {
             **given, "dk_nope": compat.rows(self.dtype, (total, heads, NOPE)), **parts,
             "dv": compat.rows(self.dtype, (total, heads, D_V)),
-            "softmax_scale": Float32(1.0), "causal": Int32(1), **together, "ctas": Int32(1),
+            "softmax_scale": Float32(1.0), "causal": Int32(1), **together, "behind_dq": Int32(0),
+            "ctas": Int32(1),
         }  # fmt: skip
 
     @cute.jit
     def enter(self, tensors, tables, results, how, ctas, stream):
         """Host half."""
         q, _, v, *ks = tensors
-        scale, causal, together = how
-        heads = (v.shape[1], q.shape[1] // v.shape[1], Int32(ks[-1].shape[1]), together)
+        scale, causal, together, behind = how
+        heads = (v.shape[1], q.shape[1] // v.shape[1], Int32(ks[-1].shape[1]), together, behind)
         self.launch(tensors, (tables, results, heads), scale, causal, ctas, stream)
+
+    def begin(self) -> None:
+        """Each role waits by itself."""
+
+    @cute.jit
+    def _wait(self, work, behind):
+        """Until what the producer reads is there: mha_delta is done, or else the grid before."""
+        ready = Boolean(False)
+        if behind != 0:
+            (deltas,) = compat.load_words(work.iterator + DELTAS, 1, sem="acquire", scope="gpu")
+            ready = deltas == Uint32(READY)
+        if not cute.arch.vote_all_sync(ready):
+            compat.pdl_wait()
+        cute.arch.fence_proxy("async.global")
 
     def _range(self, s_q, s_k, m, causal):
         """First tile of rows that sees a key of tile ``m`` of keys; how many there are from it."""
@@ -195,9 +229,10 @@ class MhaDkv(Gradients):
     @cute.jit
     def produce(self, st, ls, tma, rest, causal, ctas):
         """The producer's role."""
-        tables, (stats, *_), (kv_heads, group, rope_heads, together) = rest
+        tables, (stats, *_), (kv_heads, group, rope_heads, together, behind) = rest
         rows, keys = tma
         work = tables[2]
+        self._wait(work, behind)
         count, kc, done = Int32(0), Int32(0), Int32(0)
         groups = (kv_heads + (together - 1)) // together
         total = work[TILES] * groups
@@ -230,6 +265,8 @@ class MhaDkv(Gradients):
                     done += 1
             j = ctas + self._taken(work)
         self.end(st, count)
+        compat.pdl_wait()  # this grid ends behind mha_dq's: who waits for it has both
+        compat.pdl_launch_dependents()
 
     @cute.jit
     def _stream(self, st, stats, boxes, kc, head, where):
@@ -250,7 +287,7 @@ class MhaDkv(Gradients):
     @cute.jit
     def clear(self, st, rest, causal):
         """The clearing warp's role."""
-        _, _, (_, group, _, _) = rest
+        _, _, (_, group, *_) = rest
         stats = st.stats.get_tensor(cute.make_layout((2, self.tile, self.stages)))
         lane = cute.arch.lane_idx()
         count, kc = Int32(0), Int32(0)
@@ -285,7 +322,7 @@ class MhaDkv(Gradients):
         """The role of consumer ``which``: keys 64 which .. of every work tile."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        _, (_, dk, dv, *parts), (_, group, _, _) = rest
+        _, (_, dk, dv, *parts), (_, group, *_) = rest
         thread = tidx % WARPGROUP
         ops = self.operands(st, ls, thread, which)
         sum_k = Summed.of(self.dtype, st.moving_qk, ls[4], thread, self.tile, self.d_qk)
@@ -328,6 +365,7 @@ class MhaDkv(Gradients):
             head, k0, s_q, s_k, m, word = self._note(st, count)
             release(self.notes.ring, st, count % 2)
             key = m * ROWS + which * 64 + warp * 16 + lane // 4
+            compat.pdl_wait()  # returns at once from the second work tile on
             store_rows(dk, nope, scale, k0, s_k, head, key, NOPE)
             store_rows(dv, sum_v.acc, Float32(1.0), k0, s_k, head, key, D_V)
             if const_expr(self.shares):  # noqa: SIM102 (only this is at compile time)

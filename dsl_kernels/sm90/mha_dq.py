@@ -27,6 +27,8 @@ clears is lost to nobody: rows that see the key have a NaN in LSE or delta, and 
 of infinities whose logits are all -inf leaves no trace in an LSE: rows that do not see it may get
 NaN.
 
+The grid behind this one may begin as soon as this one has (mha_dkv.py: ``behind_dq``).
+
 A row's gradient is one sum over its keys, in an order of its own sequence alone: bits are the same
 in any batch and on any number of SMs.
 """
@@ -151,6 +153,12 @@ class MhaDq(Gradients):
         group = compat.fast_divisor(q.shape[1] // v.shape[1])
         heads = (q.shape[1], group, Int32(ks[-1].shape[1]))
         self.launch(tensors, (tables, results, heads), scale, causal, ctas, stream)
+
+    @cute.jit
+    def begin(self):
+        """All else waits for the kernels before; behind that mha_dkv may begin, on idle SMs."""
+        compat.pdl_wait()  # the list, stats and all else come from them
+        compat.pdl_launch_dependents()
 
     @cute.jit
     def produce(self, st, ls, tma, rest, causal, ctas):

@@ -5,7 +5,9 @@ for a row of which nothing may be used.
 
 Roles        half a warp owns a row of one head; a CTA a row tile of ``mha_items``' list.
 Memory       registers only: 16 bytes of O and of dO a lane.
-Timeline     wait for the previous grid | (16 rows a round) loads | products | four shuffles | store
+Timeline     wait for the previous grid | (64 rows a round) all loads | products | four shuffles |
+             stores
+             | all of the CTA have stored: one release at GPU scope (mha_grads.py: DELTAS)
 Bytes moved  512 read, 8 written a row and head.
 
 A row's sum is of 16 lanes' sums of 8 products each, in one order whatever the call.
@@ -22,7 +24,7 @@ from cutlass import Float32, Int32, Uint32, cute
 from .. import compat
 from ..common.rounding import fma
 from ..common.work_list import LOG2E
-from ..mha_grads import PAD, stats_row
+from ..mha_grads import DELTAS, PAD, READY, stats_row
 from ..mha_list import HEADER, ROWS, TILE_WORDS, TILES
 from . import quant
 from .mha_items import length
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 THREADS, LANES, D_V = 256, 16, 128
-TOGETHER = THREADS // LANES  # rows of a round
+TOGETHER = THREADS // LANES  # rows of a step
+STEPS = 4  # of a round, whose loads are all under way before one is waited for
 
 
 @cute.jit
@@ -42,20 +45,20 @@ def mha_delta(
     dlse: cute.Tensor,  # f32 (h or 0, total_q): gradient of lse; 0: there is none
     cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
     work: cute.Tensor,  # i32 (words,), as mha_items leaves it
+    key_work: cute.Tensor,  # i32 (key_words,), as mha_items leaves it; word DELTAS is counted
     stats: cute.Tensor,  # f32 (h, blocks, PAD, 2)
     tiles: Int32,  # row tiles that the list has room for
     stream: Any,
 ) -> None:
     """Host half: a CTA for each row tile and head that there may be."""
-    _delta((out, dout), (lse, dlse), cu_seqlens_q, work, stats).launch(
+    _delta((out, dout), (lse, dlse), cu_seqlens_q, (work, key_work), stats).launch(
         grid=(tiles, out.shape[1], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
 
 @cute.kernel
-def _delta(
-    rows: Any, logs: Any, cu_seqlens_q: cute.Tensor, work: cute.Tensor, stats: cute.Tensor
-) -> None:
+def _delta(rows: Any, logs: Any, cu_seqlens_q: cute.Tensor, lists: Any, stats: cute.Tensor) -> None:
+    work, key_work = lists
     tidx, _, _ = cute.arch.thread_idx()
     tile, head, _ = cute.arch.block_idx()
     compat.pdl_wait()
@@ -70,42 +73,63 @@ def _delta(
             end = padded
         begin = stats.iterator + cute.crd2idx((head, 0, 0, 0), stats.layout)
         begin = begin + 2 * stats_row(q0, sequence)
-        for x in cutlass.range((end - m * ROWS + (TOGETHER - 1)) // TOGETHER, unroll=2):
-            row = m * ROWS + x * TOGETHER + tidx // LANES
-            value, dot = Float32.inf, Float32(0.0)
-            if row < s_q:
-                value, dot = _share(rows, q0 + row, head)
-            for off in cutlass.range_constexpr(4):
-                dot = dot + cute.arch.shuffle_sync_bfly(dot, 1 << off)
-                value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1 << off))
-            if (tidx % LANES == 0) & (row < end):
-                if row < s_q:
-                    value, dot = _of_row(logs, head, q0 + row, value, dot)
-                compat.store_words(begin + 2 * row, [y.bitcast(Uint32) for y in (value, dot)])
+        size = STEPS * TOGETHER
+        for x in cutlass.range((end - m * ROWS + (size - 1)) // size, unroll=1):
+            first = m * ROWS + x * size + tidx // LANES
+            # of rows behind the sequence its last one is read, and nothing is taken
+            held = [
+                _loaded(rows, logs, q0 + cutlass.min(first + y * TOGETHER, s_q - 1), head)
+                for y in range(STEPS)
+            ]
+            for y in cutlass.range_constexpr(STEPS):
+                row = first + y * TOGETHER
+                value, dot = _share(held[y][0])
+                for off in cutlass.range_constexpr(4):
+                    dot = dot + cute.arch.shuffle_sync_bfly(dot, 1 << off)
+                    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1 << off))
+                value, dot = _of_row(held[y][1], value, dot)
+                if row >= s_q:
+                    value, dot = Float32.inf, Float32(0.0)
+                if (tidx % LANES == 0) & (row < end):
+                    compat.store_words(begin + 2 * row, [z.bitcast(Uint32) for z in (value, dot)])
+    cute.arch.sync_threads()
+    if tidx == 0:
+        tiles, heads, _ = cute.arch.grid_dim()
+        mine = cutlass.select_(tile + head == 0, READY + 1 - tiles * heads, Int32(1))
+        # what this CTA has stored or waited for is seen by who acquires READY: mha_dkv.py
+        cute.arch.atomic_add(key_work.iterator + DELTAS, Int32(mine), sem="release", scope="gpu")
 
 
 @cute.jit
-def _share(rows: Any, token: Int32, head: Int32) -> tuple[Float32, Float32]:
-    """Of a lane's 8 channels of a row: +inf if dO is not finite, else 0; sum of O dO."""
+def _loaded(rows: Any, logs: Any, token: Int32, head: Int32) -> Any:
+    """A lane's 8 channels of O and of dO, in 16 bits; LSE and its gradient."""
     tidx, _, _ = cute.arch.thread_idx()
-    held = []
+    words = []
     for x in rows:
         at = x.iterator + cute.crd2idx((token, head, 8 * (tidx % LANES)), x.layout)
-        held.append(quant.to_f32(compat.load_words(at.align(16), 4), x.element_type))
+        words.append((compat.load_words(at.align(16), 4, **compat.STRONG), x.element_type))
+    lse, dlse = logs
+    given = Float32(0.0)
+    if dlse.shape[0] > 0:
+        given = dlse[head, token]
+    return words, (lse[head, token], given)
+
+
+def _share(words: Any) -> tuple[Float32, Float32]:
+    """Of a lane's 8 channels of a row: +inf if dO is not finite, else 0; sum of O dO."""
+    held = [quant.to_f32(each, dtype) for each, dtype in words]
     dot, look = Float32(0.0), Float32(0.0)
-    for i in cutlass.range_constexpr(8):
+    for i in range(8):
         dot = fma(held[0][i], held[1][i], dot)
         look = fma(held[1][i], Float32(0.0), look)
     return Float32(cutlass.select_(look == look, Float32(0.0), Float32.inf)), dot
 
 
 @cute.jit
-def _of_row(logs: Any, head: Int32, token: Int32, wild: Float32, dot: Float32) -> Any:
+def _of_row(logs: Any, wild: Float32, dot: Float32) -> Any:
     """The two words of a row, from its sums."""
     lse, dlse = logs
-    value = lse[head, token] * LOG2E
-    if dlse.shape[0] > 0:
-        dot = dot - dlse[head, token]
+    value, dot = lse * LOG2E, dot - dlse
     if value == -Float32.inf:
         value = Float32.inf
     if wild > 0.0:
@@ -115,8 +139,8 @@ def _of_row(logs: Any, head: Int32, token: Int32, wild: Float32, dot: Float32) -
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
-    names = ("h", "h_or_0", "total_q", "blocks", "b_plus_1", "words")
-    h, or_0, total, blocks, sequences, words = (compat.sym(name=name) for name in names)
+    names = ("h", "h_or_0", "total_q", "blocks", "b_plus_1", "words", "key_words")
+    h, or_0, total, blocks, sequences, words, key_words = (compat.sym(name=name) for name in names)
     i32, f32, dt = compat.DTYPES["i32"], compat.DTYPES["f32"], compat.dtype(spec.dtype)
     return mha_delta, {
         "out": compat.rows(dt, (total, h, D_V)),
@@ -125,6 +149,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "dlse": compat.strided(f32, (or_0, total), (compat.sym64(), compat.sym64()), 4),
         "cu_seqlens_q": compat.vector(i32, sequences),
         "work": compat.vector(i32, words),
+        "key_work": compat.vector(i32, key_words),
         "stats": stats_fake(h, blocks),
         "tiles": Int32(1),
     }

@@ -164,13 +164,13 @@ def of_v4(out: Out = RESULTS) -> None:
 
 @app.command("v4-call")
 def of_v4_call(out: Out = RESULTS) -> None:
-    """What of V4's class changes the ratio of the names' own calls, one thing at a time."""
+    """Times the arguments by which V4's class differs from the names' own calls, one at a time."""
     finish(V4_CALL, v4_call.measure(), [], out)
 
 
 @app.command("sparse-why")
 def sparse_why(work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0) -> None:
-    """Which tensor of a request first differs alone and in a batch, in batch-invariant mode."""
+    """Find a request's first tensor that differs alone and in a batch, in batch-invariant mode."""
     study.prepare_sparse(work, study.SHALLOW)
     case = study.why_case(work)
     failed = study.run([[case]], work, limit)
@@ -184,7 +184,7 @@ def read(out: Path, part: str) -> dict[str, Any]:
 
 
 def headed(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Where each part is from."""
+    """Names the source of each part."""
     asked = {part: part.replace(f"{DEEP}-", f"{DEEP},--timing,") for part in results}
     return [
         f"- {part}: `{r['command']}:{asked[part]}`, commit {r['commit']}, {r['time']}, {r['gpu']}, "

@@ -88,7 +88,7 @@ def prune(path: Path, keep: int = KEEP) -> int:
 
 
 def wanted(name: str) -> bool:
-    """Whether a file of the release is brought."""
+    """True if a file of the release is brought."""
     version = OF_A_PYTHON.search(name)
     other = version is not None and ".".join(version.groups()) != PYTHON
     return not other and not any(word in name for word in LEFT_OUT)

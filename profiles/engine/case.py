@@ -215,7 +215,7 @@ class Engine:
 
 
 def part_of(kernel: str) -> str:
-    """Which part of a step a kernel of a model with an indexer is."""
+    """Part of a step that a kernel of a model with an indexer is."""
     return next((part for part, names in SPARSE_PARTS.items() if names.search(kernel)), "rest")
 
 

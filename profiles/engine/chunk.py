@@ -110,7 +110,7 @@ def check(steps: list[list[tuple[int, int]]]) -> None:
 
 
 def continued(engine: Any, step: int, force: Any, count: int) -> tuple[list[list[int]], Tensor]:
-    """As ``Engine.continued`` over the prompts of a step, with nothing cached but prefixes."""
+    """Like ``Engine.continued``, over the prompts of a step, with nothing cached but prefixes."""
     if not engine.llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache is in use")
     engine.continued(prefixes(), steps=1)
@@ -248,7 +248,7 @@ def references(model: MlaModel, device: torch.device) -> dict[str, dict[str, Ten
 
 
 def found(folder: Path, results: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """How far engines and torch's models are from the exact one, and the engines' results."""
+    """Distance of engines and torch's models are from the exact one, and the engines' results."""
     logs = references(spec.random_model(layers=4, heads=16), device)
     exact = logs["fp32"]
     logs |= {name: torch.load(folder / f"{name}.pt") for name in results}

@@ -122,7 +122,7 @@ def random_model(layers: int, heads: int) -> MlaModel:
 
 
 def sparse_model(layers: int, heads: int) -> SparseModel:
-    """As ``random_model``, of DeepSeek-V3.2's architecture."""
+    """Like ``random_model``, of DeepSeek-V3.2's architecture."""
     return filled(SparseModel(sparse_config(layers, heads)))
 
 

@@ -1,4 +1,4 @@
-"""Which engines are compared, how they are run, and what is read from them."""
+"""Engines that are compared, how they are run, and what is read from them."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def written(folder: Path, groups: Sequence[Sequence[Case]]) -> dict[str, Any]:
 def judged(
     folder: Path, results: dict[str, Any], logs: dict[str, torch.Tensor], base: str
 ) -> dict[str, Any]:
-    """How far each is from ``logs["fp32"]``, and what the engines said of themselves."""
+    """Distance of each from ``logs["fp32"]``, and what the engines said of themselves."""
     exact = logs["fp32"]
     logs |= {name: kept.get("forced", kept["logs"]) for name, kept in results.items()}
     found: dict[str, Any] = {}

@@ -53,7 +53,7 @@ def cases(folder: Path, old: bool) -> list[Case]:
 
 
 def environment(case: Case, old: Path | None) -> tuple[Path, dict[str, str]]:
-    """Where a case's process runs, and its settings: package and variants of the older checkout
+    """Folder that a case's process runs in, and its settings: package and variants of the older checkout
     for ``OLD``, the study of this one."""
     settings = os.environ | {"PYTHONUNBUFFERED": "1"}
     if case.name != OLD or old is None:
@@ -213,7 +213,7 @@ def gates(results: Mapping[str, Mapping[str, Any]]) -> list[Gate]:
 
 
 def page(header: Sequence[str], results: Mapping[str, Mapping[str, Any]]) -> str:
-    """What was found, as Markdown."""
+    """Page of the rounds, as Markdown."""
     judged = gates_page(gates(results)).rstrip()
     shape = " and ".join(dict.fromkeys(row["shape"] for row in results.values()))
     lines = [TITLE, "", *header, f"- {shape}, {study.LAYERS} layers; each round's median of "

@@ -22,7 +22,7 @@ NORM_EPS = 1e-6  # of the index keys' LayerNorm, as engines have it
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(MlaConfig):
-    """As ``MlaConfig``, with compressed queries and an indexer."""
+    """Like ``MlaConfig``, with compressed queries and an indexer."""
 
     q_lora_rank: int = 256
     index_topk: int = 2048
@@ -46,7 +46,7 @@ def rotate_halves(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Indexer(nn.Module):
-    """Which tokens each query token attends to."""
+    """Tokens that each query token attends to."""
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class SparseAttention(MlaAttention):
     def forward(
         self, x: Tensor, positions: Tensor, past: Latents | None, attend: Attend | None
     ) -> tuple[Tensor, Latents]:
-        """As ``MlaAttention.forward``, of one sequence and without tokens before it."""
+        """Like ``MlaAttention.forward``, of one sequence and without tokens before it."""
         if past is not None or attend is not None or len(x) != 1:
             raise NotImplementedError("one whole sequence at a time")
         compressed = self.q_a_layernorm(self.q_a_proj(x))

@@ -1,4 +1,4 @@
-"""What of V4's class in vLLM changes the ratio of FlashMLA's names' own calls, one thing at a time.
+"""Arguments by which V4's class in vLLM changes the ratio of the names' own calls, one at a time.
 
 The table ``sparse_v4_cost`` calls both names with as little as they need; vLLM's class
 (``profiles.engine.v4``) gives them lengths, sinks and a schedule that is made in the graph.  Here
@@ -34,7 +34,7 @@ Calls = Callable[[], None]
 
 
 class Way(NamedTuple):
-    """How both names are called; the defaults are the table's call.
+    """A way to call both names; the defaults are the table's call.
 
     Attributes:
         lengths: none, ``full``: tensors that say that all entries count, ``drawn``: of the second
@@ -259,7 +259,7 @@ def gates(_: Mapping[str, Any]) -> list[Any]:
 
 
 def page(header: Sequence[str], results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """What was found, as Markdown."""
+    """Page of the ways, as Markdown."""
     told = [
         TITLE, "", *header, f"- µs a call; {v4.LAYERS} calls a graph; each way differs from the "
         "first by one thing; kept: its ratio by the first one's", "",

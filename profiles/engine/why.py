@@ -1,4 +1,4 @@
-"""Which tensor of a request first has other bits in a batch than alone, in batch-invariant mode.
+"""The first tensor of a request that has other bits in a batch than alone, in batch-invariant mode.
 
 Within one engine hooks note a hash of each token's row of what a layer computes: norms,
 projections, what goes into attention and comes out, index scores of the tokens that a query token

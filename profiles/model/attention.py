@@ -1,4 +1,4 @@
-"""Who attends: plain torch, fake-quantised torch, our kernels, FlashMLA's.
+"""Contenders that attend: plain torch, fake-quantised torch, our kernels, FlashMLA's.
 
 Each is an ``Attend`` of ``profiles.model.model``: absorbed queries of the last n tokens over
 latents in bf16 (or wider), which it stores in its own format first.
@@ -283,7 +283,7 @@ def _backend(name: str, device: torch.device, peers: Path | None) -> Backend:
 
 
 def _without_kernels() -> str | None:
-    """Why our kernels cannot run, or None."""
+    """Reason why our kernels cannot run, or None."""
     found = importlib.util.find_spec("tvm_ffi") is not None
     return None if found else "apache-tvm-ffi is not installed"
 

@@ -29,7 +29,7 @@ class Latents:
     k_rope: Tensor
 
     def then(self, other: Latents) -> Latents:
-        """These tokens, and the others behind them."""
+        """Concatenation with later tokens' latents."""
         return Latents(
             torch.cat((self.c_kv, other.c_kv), 1), torch.cat((self.k_rope, other.k_rope), 1)
         )

@@ -49,7 +49,7 @@ class CudaOnCpu(TorchFunctionMode):
 
 
 class HardwareInfo:
-    """In place of ``cutlass.utils.HardwareInfo``."""
+    """Stands for ``cutlass.utils.HardwareInfo``."""
 
     def __init__(self, device_id: int = 0) -> None:
         self.device_id = device_id

@@ -41,7 +41,7 @@ class Record:
 
 
 class Compiler:
-    """In place of ``cute.compile``; every kernel it makes adds to ``record``."""
+    """Stands for ``cute.compile``; every kernel it makes adds to ``record``."""
 
     def __init__(self, schedules: dict[str, softgpu.Options]) -> None:
         import cutlass.cute as cute

@@ -73,7 +73,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Source:
-    """Where programs come from: folder under ``--from``, whose it is, version, licence."""
+    """Source of programs: folder under ``--from``, whose it is, version, licence."""
 
     folder: str
     title: str

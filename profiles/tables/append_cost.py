@@ -224,5 +224,6 @@ TABLES = (
             "what a profile says of it from its begin and from top-k's end",
         ),
         setup=makes_of, ours=(OURS, COPY), each=True, intro=("## Alone", ""), more=(IN_A_STEP,),
+        takes=("peers", "against"),
     ),
 )  # fmt: skip

@@ -304,5 +304,6 @@ TABLES = (
             "(slots, in any order that repeats)",
         ),
         setup=lambda run: (Peers.of(run.peers), run.device), ours=("slots", "positions"),
+        takes=("peers",),
     ),
 )  # fmt: skip

@@ -93,6 +93,6 @@ COST = Table(
         f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
         "ours: to slots; then the faster of theirs, to positions, its time by ours, the others",
     ),
-    setup=setup, ours=("ours", "positions", "slots by torch"),
+    setup=setup, ours=("ours", "positions", "slots by torch"), takes=("peers",),
 )  # fmt: skip
 TABLES = (COST, replace(COST, name="dsa_step_cost-wide", shapes=BESIDE))

@@ -383,7 +383,7 @@ COST = Table(
         "ratios of speed are the median of the rounds' own; a ratio within 1 % under its gate "
         "counts as met",
     ),
-    setup=load, more=(CHUNK,),
+    setup=load, more=(CHUNK,), takes=("peers",),
 )  # fmt: skip
 SOLO = replace(
     COST, name="mha_alone", title="Dense prefill, each contender alone",

@@ -353,6 +353,6 @@ TABLES = (
             f"µs a call, in turn; pages of {PAGE}; errors: relative L2 to fp64",
             "(n tokens): so many entries of each list are tokens, -1 stands behind them",
         ),
-        setup=caches_of, gate=GATES, alone=ALONE, peer=PEER,
+        setup=caches_of, gate=GATES, alone=ALONE, peer=PEER, takes=("peers",),
     ),
 )  # fmt: skip

@@ -135,6 +135,6 @@ TABLES = (
             "fetch_dequant: the whole cache to rows of BF16; error: relative L2 on each one's "
             "inputs",
         ),
-        setup=load,
+        setup=load, takes=("peers",),
     ),
 )  # fmt: skip

@@ -194,7 +194,7 @@ COST = Table(
         SPEEDS.format(PEER),
         f"cycles of a CTA for 64 rows x {TILE} tokens, at {CLOCK_MHZ} MHz; error: relative L2",
     ),
-    setup=load,
+    setup=load, takes=("peers",),
 )  # fmt: skip
 SOLO = replace(
     COST, name="sparse_prefill_alone", title="Sparse prefill, each contender alone", notes=(),

@@ -147,6 +147,6 @@ TABLES = (
             "padded",
             "error: relative L2 to fp64",
         ),
-        setup=load,
+        setup=load, takes=("peers",),
     ),
 )  # fmt: skip

@@ -158,7 +158,7 @@ COST = Table(
         f"µs a call, in turn; pages of {PAGES[0]} and {PAGES[1]}; errors: relative L2 to fp64",
         "(n tokens): so many entries of the second list are tokens, -1 stands behind them",
     ),
-    setup=caches_of, gate=4e-3, alone=ALONE, peer=PEER,
+    setup=caches_of, gate=4e-3, alone=ALONE, peer=PEER, takes=("peers",),
 )  # fmt: skip
 SWEEP = replace(
     COST, name="sparse_v4_sweep", problem=functools.partial(problem, cuts=True), shapes=SWEPT,

@@ -186,6 +186,6 @@ TABLES = (
         ),
         CONFIG,
         notes=(f"µs a call in a CUDA graph, k {K}, slots of pages of 64; variants in turn",),
-        setup=pool_of, ours=(),
+        setup=pool_of, ours=(), takes=("variants",),
     ),
 )  # fmt: skip

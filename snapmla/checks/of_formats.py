@@ -7,14 +7,14 @@ from dsl_kernels.families.formats import FORMATS
 
 
 def named_by_width(width: int) -> str:
-    """Who has tokens of so many bytes and is told by its name alone; empty: nobody."""
+    """Formats with tokens of so many bytes that are told by name alone; empty: none."""
     named = {name: each.token_bytes for name, each in FORMATS.items() if each.named}
     names = [repr(name) for name, size in named.items() if size == width]
     return "" if not names else f"format={' or '.join(names)} has {width} bytes a token"
 
 
 def tokens_of(record: Record) -> str:
-    """How ``append_kv`` takes tokens of a format: its two arguments, of a joint row."""
+    """Form in which ``append_kv`` takes tokens of a format: its two arguments, of a joint row."""
     content = record.content.count
     if not record.rope_channels:
         return f"{record.about} takes joint[:, :{content}] and k_rope=None: it keeps no RoPE apart"
@@ -25,7 +25,7 @@ def tokens_of(record: Record) -> str:
 
 
 def fetched_of(record: Record) -> str:
-    """How ``fetch_dequant`` gives tokens of a format."""
+    """Form in which ``fetch_dequant`` gives tokens of a format."""
     content, rope = record.content.count, record.rope_channels
     return (
         f"tokens of {record.about} are c_kv of {content} channels and k_rope of {rope}; "

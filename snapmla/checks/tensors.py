@@ -80,7 +80,7 @@ def held(name: str, value: torch.Tensor) -> None:
 
 
 def negative(value: torch.Tensor) -> bool:
-    """Whether memory, which is what kernels read and write, holds the opposites of a view's values.
+    """True if memory, which is what kernels read and write, holds the opposites of a view's values.
 
     Operators are given what a tracer's values will be: the dispatcher changes signs before them.
     """
@@ -88,12 +88,12 @@ def negative(value: torch.Tensor) -> bool:
 
 
 def _is_output(name: str) -> bool:
-    """Whether the caller gives this argument to be written."""
+    """True if the caller gives this argument to be written."""
     return name.startswith(("out.", "out[")) or name in ("out", "lse", "o_accum", "lse_accum")
 
 
 def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
-    """How to come by the right dtype; quantised values are not a matter of ``.to``."""
+    """Advice on the right dtype; quantised values are not a matter of ``.to``."""
     first = dtype_name(dtypes[0])
     if _is_output(name):
         return f"allocate it with dtype=torch.{first}"
@@ -114,7 +114,7 @@ def shape_text(shape: Iterable[int | str]) -> str:
 
 
 def _fits(actual: Sequence[int], shape: Shape) -> bool:
-    """Whether extents match where ``shape`` has an int."""
+    """True if extents match where ``shape`` has an int."""
     if len(actual) != len(shape):
         return False
     for want, got in zip(shape, actual):  # noqa: SIM110 (on every call: faster than any())
@@ -175,7 +175,7 @@ def aligned(name: str, value: torch.Tensor, align: int = ALIGN) -> None:
 
 
 def address_of(value: torch.Tensor) -> int | None:
-    """Where the first element lies; None for a tracer's stand-in, which lies nowhere."""
+    """Address of the first element; None for a tracer's stand-in, which lies nowhere."""
     if torch.compiler.is_compiling():
         return None
     if value.__class__ not in PLAIN and isinstance(value, FakeTensor):
@@ -214,7 +214,7 @@ def distinct(name: str, value: torch.Tensor) -> None:
 
 
 def overlaps_itself(view: torch.Tensor) -> bool:
-    """Whether elements may share memory: a step is shorter than what it steps over."""
+    """True if elements may share memory: a step is shorter than what it steps over."""
     reach = 1
     for stride, extent in sorted(zip(view.stride(), view.shape)):
         if extent > 1 and stride < reach:

@@ -190,12 +190,12 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def ragged(self) -> bool:
-        """Whether sequences have different numbers of query tokens, packed (total_q, h, ...)."""
+        """True if sequences have different numbers of query tokens, packed (total_q, h, ...)."""
         return self.s_q is None
 
     @functools.cached_property
     def trims(self) -> bool:
-        """Whether tiles that the causal rule hides may be missing from the work list."""
+        """True if tiles that the causal rule hides may be missing from the work list."""
         return self.may_trim()
 
     def may_trim(self) -> bool:
@@ -204,12 +204,12 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def idle(self) -> bool:
-        """Whether there is nothing to compute, whatever the lengths."""
+        """True if there is nothing to compute, whatever the lengths."""
         return self.batch == 0 or self.total_q == 0
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Where the plan lives, and must be used."""
+        """Device that the plan lives on, and must be used."""
         return self.work_items.device
 
     @functools.cached_property
@@ -227,12 +227,12 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def as_given(self) -> bool:
-        """Whether kernels take ``out`` and ``lse``, and all else, in the shapes of the caller."""
+        """True if kernels take ``out`` and ``lse``, and all else, in the shapes of the caller."""
         return self.s_q is not None and not self.regroups
 
     @functools.cached_property
     def regroups(self) -> bool:
-        """Whether kernels see other sequences or pages than the caller (``snapmla.kv_heads``)."""
+        """True if kernels see other sequences or pages than the caller (``snapmla.kv_heads``)."""
         return self.must_regroup()
 
     def must_regroup(self) -> bool:
@@ -312,7 +312,7 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def _quick(self) -> bool:
-        """Whether ``update_`` may give tensors to the planning kernel as they are."""
+        """True if ``update_`` may give tensors to the planning kernel as they are."""
         return self.plain and not self.idle and self.num_kv_heads == 1
 
     @property
@@ -339,7 +339,7 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether kernels may take the addresses of its tensors."""
+        """True if kernels may take the addresses of its tensors."""
         return tracing.plain(*(getattr(self, name) for name in TENSORS))
 
     @functools.cached_property
@@ -420,7 +420,7 @@ class DecodePlan(launch.OverTensors):
         cu_seqlens_q: torch.Tensor | None,
         row_seqlens: torch.Tensor | None,
     ) -> bool:
-        """Whether the launch may be tried without the full checks: the exported function sees
+        """True if the launch may be tried without the full checks: the exported function sees
         dtypes, sizes and strides, and which tables are missing."""
         try:
             return (
@@ -492,7 +492,7 @@ class DecodePlan(launch.OverTensors):
         stale.compare(self, cache_seqlens, cu_seqlens_q, row_seqlens)
 
     def explain(self, limit: int = 16) -> str:
-        """Who computes what, as text; reads the tables back, so it waits for the device.
+        """Tells as text which CTA computes what; reads the tables back, so it waits for the device.
 
         Args:
             limit: sequences and parts to list, each; 0 or more.

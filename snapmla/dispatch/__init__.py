@@ -1,4 +1,4 @@
-"""Which kernel serves a call, why, and what the others would take.
+"""Choice of the kernel that serves a call, why, and what the others would take.
 
 A *candidate* is a variant that could.  It gets a reason why it cannot or should not be used, or it
 is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; both walk one list.

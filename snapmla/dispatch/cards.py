@@ -55,7 +55,7 @@ class Card:
 
     @property
     def tensor_slowdown(self) -> float:
-        """How many times slower an SM's tensor core is than an H100's at the same clock."""
+        """Factor by which an SM's tensor core is slower than an H100's at the same clock."""
         return TENSOR_RATE / (self.nominal_bf16_tflops / (self.sms * self.boost_mhz))
 
 

@@ -29,7 +29,7 @@ class Problem(Protocol):
 
     @property
     def card(self) -> Card:
-        """Where it runs."""
+        """Card that it runs on."""
 
     @property
     def reference(self) -> Size:
@@ -184,7 +184,7 @@ def explain(problem: Problem, size: Size) -> Explanation:
 def _slower(
     us: float | None, best_us: float | None, best: VariantSpec | None, reference: Size
 ) -> str:
-    """Why a candidate that could serve is not used."""
+    """Reason why a candidate that could serve is not used."""
     assert best is not None
     name = f"{best.pipeline} row_tile {best.row_tile}"
     if us is None or best_us is None:

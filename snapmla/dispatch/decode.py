@@ -131,7 +131,7 @@ class DecodeOp:
         )  # fmt: skip
 
     def exists(self, pipeline: str, arch: str) -> bool:
-        """Whether a kernel module builds the pipeline."""
+        """True if a kernel module builds the pipeline."""
         spec = VariantSpec(op=self.family.op, arch=arch, pipeline=pipeline)
         return registry.module_name(spec) is not None
 
@@ -141,11 +141,11 @@ class DecodeOp:
         return [name for name in own if name in wishes or not self.is_asked(name)]
 
     def is_asked(self, pipeline: str) -> bool:
-        """Whether a pipeline serves only who asks for it."""
+        """True if a pipeline serves only who asks for it."""
         return pipeline in self.features and self.features[pipeline].asked
 
     def page_size_seen(self, page_size: int) -> int:
-        """Which of its kernels' page sizes serves a cache's."""
+        """Page size of its kernels that serves a cache's."""
         return kernel_page_size(page_size)
 
     def longest_item(self, spec: VariantSpec) -> int:
@@ -181,7 +181,7 @@ class Problem:
 
     @property
     def exactly(self) -> bool:
-        """Whether it is exact logits that make its accuracy high."""
+        """True if it is exact logits that make its accuracy high."""
         return self.accuracy == HIGH and self.p_terms == 1
 
     @property
@@ -257,7 +257,7 @@ class Problem:
         )  # fmt: skip
 
     def _shares(self, spec: VariantSpec, size: Size) -> tuple[Share, ...]:
-        """How a plan may share the work out: equally, where lengths are not known."""
+        """Ways in which a plan may share the work out: equally, where lengths are not known."""
         sms, sequences = self.card.sms, self._sequences(size)
         own = unit_rows(sms, self.rows, spec)
         units = -(-self.rows // own) * sequences.batch

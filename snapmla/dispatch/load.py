@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# What an item takes beside its tiles, in tiles, of any sparse kernel: ``profiles.tables.sparse_tiles``.
+# Tiles that an item costs beside its own, in any sparse kernel: ``profiles.tables.sparse_tiles``.
 ITEM_TILES = 2.0
 
 
 class Share(NamedTuple):
-    """How units are shared out among parts.
+    """Units shared out among parts.
 
     Attributes:
         work: of the busiest part, in tiles, what its items take beside them included.

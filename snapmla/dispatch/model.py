@@ -91,7 +91,7 @@ class Model:
 
     @property
     def indexed(self) -> bool:
-        """Whether our indexer runs."""
+        """True if our indexer runs."""
         return self.sparse if self.indexer is None else self.indexer
 
     @property

@@ -39,7 +39,7 @@ class RecordOp(DecodeOp):
         )  # fmt: skip
 
     def exists(self, pipeline: str, arch: str) -> bool:
-        """Whether a kernel module builds the pipeline for this cache."""
+        """True if a kernel module builds the pipeline for this cache."""
         return pipeline == PIPELINE and (arch, self.cache_dtype) in MODULES
 
     def page_size_seen(self, page_size: int) -> int:

@@ -73,14 +73,14 @@ class SparseOp(DecodeOp):
         )  # fmt: skip
 
     def exists(self, pipeline: str, arch: str) -> bool:
-        """Whether a kernel module builds the pipeline for this cache."""
+        """True if a kernel module builds the pipeline for this cache."""
         spec = VariantSpec(
             op=self.family.op, arch=arch, pipeline=pipeline, cache_dtype=self.cache_dtype
         )
         return registry.module_name(spec) is not None
 
     def ns_of_tile(self, spec: VariantSpec, card: str) -> int:
-        """As on file; of a kernel that is not, what ``tile_ns`` has of the one over pages."""
+        """Time as on file; of a kernel that is not, what ``tile_ns`` has of the one over pages."""
         costs = costs_of(self.family.op, spec.arch, card)
         entry = None if costs is None else costs.tiles.get((spec.pipeline, spec.row_tile))
         return super().ns_of_tile(spec, card) if entry is None else round(1e3 * entry.tile_us)
@@ -104,7 +104,7 @@ class SparseProblem(Problem):
         return self.op.fast.get(self.card.arch)
 
     def _costs(self) -> tuple[Costs | None, bool]:
-        """This card's where it was measured, else those of another one of its architecture."""
+        """Costs of this card if it was measured, else of another one of its architecture."""
         found = costs_of(self.op.family.op, self.card.arch, self.card.name)
         return found, found is not None and self.op.measured
 
@@ -124,7 +124,7 @@ class SparseProblem(Problem):
         return self.size
 
     def _shares(self, spec: VariantSpec, size: Size) -> tuple[Share, ...]:
-        """As a plan of full lists has them."""
+        """Shares as a plan of full lists has them."""
         parts = parts_of_lists(self.card.sms, self.num_heads, size.batch, spec)
         return Load(size.batch, parts, -(-size.seqlen // spec.token_tile)).shares()
 
@@ -132,8 +132,8 @@ class SparseProblem(Problem):
         return self.op.token_bytes * (1 + AGAIN * (-(-self.num_heads // spec.row_tile) - 1))
 
     def rejection(self, spec: VariantSpec) -> str | None:
-        """Beside the others', a row tile of which a smaller one would hold all heads; of accuracy
-        ``fast`` what rounds the query where ``standard`` takes another row tile."""
+        """Reason as for other problems; also if a smaller row tile would hold all heads, and, of
+        accuracy ``fast``, if what rounds the query has another row tile than ``standard``."""
         reason = super().rejection(spec)
         if reason is None and self.pipeline is None and spec.pipeline == self._fast:
             usual, _ = judge(replace(self, accuracy=STANDARD))
@@ -153,7 +153,7 @@ class SparseProblem(Problem):
         return -self.num_heads % spec.row_tile, us
 
     def remarks(self, size: Size) -> list[str]:
-        """Beside the others', what accuracy ``fast`` is, and whose times those are."""
+        """Lines as for other problems, what accuracy ``fast`` is, and whose times those are."""
         lines = super().remarks(size)
         if self.accuracy == FAST and self._fast:
             lines.append(
@@ -187,13 +187,13 @@ def _tile_of(card: Card, spec: VariantSpec) -> Tile | None:
 
 
 def stays_whole(card: Card, spec: VariantSpec, load: Load) -> bool:
-    """Whether full lists take least if none is cut; not of a kernel that nobody measured."""
+    """True if full lists take least if none is cut; not of a kernel that nobody measured."""
     tile = _tile_of(card, spec)
     return tile is not None and not min(load.shares(), key=tile.us).cut
 
 
 def is_never_cut(card: Card, spec: VariantSpec, tiles: int) -> bool:
-    """Whether lists of at most so many tiles take least if none is cut, however long each one is.
+    """True if lists of at most so many tiles take least if none is cut, however long each one is.
 
     Parts of whole lists take less than one list longer than equal parts, so nothing is lost where
     cutting takes longer than a list.

@@ -1,4 +1,4 @@
-"""Which variant of ``select_topk`` serves a shape.
+"""Choice of the variant of ``select_topk`` that serves a shape.
 
 Shapes alone decide, so a graph keeps its kernel whatever lengths it is replayed with; results have
 the same bits whatever is chosen.

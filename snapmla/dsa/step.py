@@ -108,7 +108,7 @@ def index_topk_workspace(rows: int, max_tokens: int) -> int:
 
 
 class Room(NamedTuple):
-    """Where parts of a workspace begin, in bytes.
+    """Offsets of a workspace's parts, in bytes.
 
     Attributes:
         stride: elements of a row of scores.

@@ -124,7 +124,7 @@ class Ready:
 
     @property
     def place(self) -> int:
-        """Where the plan lies, which is no part of a call."""
+        """Place of the plan, which is no part of a call."""
         return self.plan.place
 
 
@@ -312,7 +312,7 @@ def _launch(call: Given, ready: Ready | None) -> tuple[Pair, Ready | None]:
 
 
 def _plans_itself(metadata: object) -> TypeGuard[FlashMLASchedMeta]:
-    """Whether it is an object without records of the caller's."""
+    """True if it is an object without records of the caller's."""
     return isinstance(metadata, FlashMLASchedMeta) and metadata.tile_scheduler_metadata is None
 
 
@@ -325,7 +325,7 @@ def _records_of(metadata: Metadata) -> Tensor:
 
 
 def _key(call: Call) -> tuple[object, ...]:
-    """Which plan of a ``FlashMLASchedMeta`` a call takes."""
+    """Key of the plan of a ``FlashMLASchedMeta`` that a call takes."""
     q, k_cache, table = call.q, call.k_cache, call.table
     causal = bool(call.options[1]) and q.shape[1] > 1
     return q.shape, q.dtype, k_cache.shape[1:3], causal, table.shape, _stream(q.device)

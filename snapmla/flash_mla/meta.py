@@ -60,7 +60,7 @@ class FlashMLASchedMeta:
         return {**self.__dict__, "_plans": dict(self._plans), "memo": calls.Memo()}
 
     def _planned(self) -> bool:
-        """Whether its plans are a step's; a caller may set ``have_initialized`` back."""
+        """True if its plans are a step's; a caller may set ``have_initialized`` back."""
         return self.have_initialized and self.config is not None
 
 

@@ -24,7 +24,7 @@ LIKE = "1.0.0"  # FlashMLA's version, whose names these are
 
 
 def owner() -> str | None:
-    """Who else brings a module of that name here: distributions, or a file; None: nobody."""
+    """Others that bring a module of that name here: distributions, or a file; None: none."""
     there = sys.modules.get(NAME)
     if there is not None and hasattr(there, MARK):
         return None

@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 def entry_point(group: str, filter_name: str) -> Finding:
-    """Whether an engine's processes will find the plugin; ``filter_name``: a variable of theirs."""
+    """Finding on the plugin in an engine's processes; ``filter_name``: a variable of theirs."""
     found = [e for e in importlib.metadata.entry_points(group=group) if e.name == "snapmla"]
     if not found:
         return Finding(False, f"no entry point {group}: snapmla: install snapmla as a package")
@@ -102,7 +102,7 @@ def behind_flashmla(heads: tuple[int, ...] = PADDED) -> list[VariantSpec]:
 
 
 def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:
-    """Why kernels that are there cannot be loaded; asked only where nothing would be compiled."""
+    """Reason why kernels that are there cannot be loaded; asked if nothing would be compiled."""
     for spec in specs:
         try:
             runtime.find_or_build(spec, need_library=True)

@@ -103,7 +103,7 @@ class Name:
         self.log.info("snapmla: %s%s: %s", kind, f" ({name})" if name else "", what)
 
     def reason(self, told: Told) -> str | None:
-        """Why the engine's kernel runs, of what can be told before a call."""
+        """Reason why the engine's kernel runs, of what can be told before a call."""
         if self.invariant or told.get("enable_batch_invariant"):
             return INVARIANT
         return _reason(told)

@@ -60,14 +60,14 @@ def read_source(name: str) -> list[str] | bool:
 
 
 def adds(got: list[str] | bool, wanted: list[str] | bool) -> bool:
-    """Whether parameters are those that are known and others behind them, or nothing was needed."""
+    """True if parameters are those that are known and others behind them, or nothing was needed."""
     if isinstance(got, list) and isinstance(wanted, list):
         return got[: len(wanted)] == wanted
     return wanted is False
 
 
 def text(value: list[str] | bool) -> str:
-    """As a sentence has it."""
+    """Words of it in a sentence."""
     if isinstance(value, list):
         return f"({', '.join(value)})"
     return "there" if value else "missing"

@@ -35,6 +35,7 @@ Grads = tuple[Tensor, Tensor, Tensor | None, Tensor]
 ROPE = 64
 TOGETHER = 4  # KV heads whose RoPE channels one CTA sums, where there are heads enough for all CTAs
 MANY_HEADS = 64
+BEHIND_DQ = 1  # mha_dkv is launched right behind mha_dq, beside which it may begin
 REST = 4  # sequences that cover the rows of none
 D_QK = (192, 128)
 
@@ -451,16 +452,16 @@ def _launch_all(
     longest = int(call.max_seqlen_q), int(call.max_seqlen_k)
     at.items(*tables, work, key_work, ready.causal, *longest)
     dlse = call.lse[:0] if call.dlse is None else call.dlse
-    at.delta(out, rows[-1], call.lse, dlse, tables[0], work, stats, ready.tiles)
+    at.delta(out, rows[-1], call.lse, dlse, tables[0], *lists, stats, ready.tiles)
     common, how = (*rows, stats, *tables), (ready.scale, ready.causal)
     at.dq(*common, work, dq, *how, ready.ctas[0])
     if at.rope_sum is None:
-        at.dkv(*common, key_work, dk, dv, *how, ready.ctas[1])
+        at.dkv(*common, key_work, dk, dv, *how, BEHIND_DQ, ready.ctas[1])
         return
     if dk_rope is None:
         dk, dk_rope = dk[..., :-ROPE], dk[..., -ROPE:]
     parts = floats[room.parts : room.tables].view(call.v.shape[0], room.groups, ROPE)
-    at.dkv(*common, key_work, dk, parts, dv, *how, room.together, ready.ctas[1])
+    at.dkv(*common, key_work, dk, parts, dv, *how, room.together, BEHIND_DQ, ready.ctas[1])
     at.rope_sum(parts, dk_rope)
 
 

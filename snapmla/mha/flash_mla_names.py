@@ -85,7 +85,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> Results:
-    """As ``flash_attn_varlen_func``, of one tensor.
+    """Like ``flash_attn_varlen_func``, of one tensor.
 
     Args:
         qkv: bfloat16 or float16 (total, h, 2 * head_dim_qk + d_v): q, k and v side by side.
@@ -129,7 +129,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> Results:
-    """As ``flash_attn_varlen_func``, k and v in one tensor.
+    """Like ``flash_attn_varlen_func``, k and v in one tensor.
 
     Args:
         q: bfloat16 or float16 (total_q, h, head_dim_qk).

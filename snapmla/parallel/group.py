@@ -136,7 +136,7 @@ class ContextGroup:
     # ------------------------------------------------------------------- who holds what
 
     def local_lengths(self, cache_seqlens: Tensor) -> Tensor:
-        """How many tokens of each sequence this rank holds.
+        """Number of tokens of each sequence that this rank holds.
 
         Args:
             cache_seqlens: int32, any shape: tokens from the start of a sequence; below 0 as 0.

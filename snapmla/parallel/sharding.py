@@ -1,4 +1,4 @@
-"""Who holds which token of a sequence: lengths, limits, slots and block tables, on the device.
+"""Owners of a sequence's tokens: lengths, limits, slots and block tables, on the device.
 
 The host never reads a length.  With ``out`` and ``scratch`` given nothing is allocated.
 """
@@ -44,7 +44,7 @@ class Sharding(NamedTuple):
         return self.owned_(scratch.copy_(cache_seqlens), out)
 
     def rows_(self, cache_seqlens: Tensor, behind: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
-        """How many of this rank's tokens each query token sees by the causal rule, int32 (b, s_q).
+        """Number of this rank's tokens that a query token sees by the causal rule, int32 (b, s_q).
 
         Args:
             behind: int32 (s_q,), how many query tokens come after each.
@@ -89,7 +89,7 @@ class Sharding(NamedTuple):
         return torch.where(mine, page * page_size + local % page_size, -1)
 
     def block_table(self, block_table: Tensor, page_size: int) -> Tensor:
-        """This rank's columns of a table with a column for each page of whole sequences."""
+        """Columns of this rank of a table with a column for each page of whole sequences."""
         if self.interleave % page_size:
             checks.value_error(
                 "interleave", f"a multiple of page_size = {page_size}", self.interleave,

@@ -1,4 +1,4 @@
-"""Which call is the fastest for a prompt: sparse prefill, dense decode or dense prefill.
+"""The fastest call for a prompt: sparse prefill, dense decode or dense prefill.
 
 A prompt whose query tokens each see no more tokens than top-k chooses is dense attention: lists
 name all that the causal mask shows, and dense calls give the same result without a gather, over
@@ -110,7 +110,7 @@ def explain_prefill(
     device: torch.device | str | None = None,
     card: str | None = None,
 ) -> PrefillExplanation:
-    """Which call is the fastest for a causal prompt, where none of it was cached before.
+    """Names the fastest call for a causal prompt, where none of it was cached before.
 
     Args:
         tokens: of the prompt.
@@ -144,7 +144,7 @@ def explain_prefill(
 
 
 def _clock(card: Card) -> float:
-    """How many times faster SMs are clocked than those that were measured."""
+    """Factor by which SMs are clocked faster than those that were measured."""
     known = card_named(MEASURED)
     assert known is not None  # on file
     return card.boost_mhz / known.boost_mhz

@@ -134,7 +134,7 @@ class SparseOptions(PlanOptions):
         return self.num_heads
 
     def parts(self, device: torch.device, unit_rows: int, units: int, spec: VariantSpec) -> int:
-        """As many as fill the device, fewer for a few tokens of several row blocks."""
+        """Number of parts that fill the device; fewer for a few tokens of several row blocks."""
         return dispatch.parts_of_lists(sm_count(device), unit_rows, units, spec)
 
 

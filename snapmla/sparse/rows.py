@@ -313,7 +313,7 @@ def launch_now(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def is_rows(cache: Any) -> bool:
-    """Whether a cache is one of 16-bit rows.  Raises ValueError for those that no kernel reads."""
+    """True if a cache is one of 16-bit rows.  Raises ValueError for those that no kernel reads."""
     if not isinstance(cache, PagedKVCache) or not FORMATS[cache.format].rows:
         return False
     if cache.format != ROWS:

@@ -1,4 +1,4 @@
-"""Which kernel of ``sparse_prefill`` serves a call over BF16 rows."""
+"""Choice of the kernel of ``sparse_prefill`` that serves a call over BF16 rows."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Partials = Callable[[int, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SparseRowsPlan(launch.OverTensors):
-    """How ``decode(..., indices=)`` over a BF16 cache splits lists, and the memory that it takes;
+    """Split of lists for ``decode(..., indices=)`` over a BF16 cache, and the memory that it takes;
     made by ``plan_sparse_decode(..., cache_dtype="bf16")``.
 
     It depends on shapes alone and serves every step of them, and all layers; calls that may run at
@@ -115,7 +115,7 @@ class SparseRowsPlan(launch.OverTensors):
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether its tensors have memory: no tracer's stand-ins."""
+        """True if its tensors have memory: no tracer's stand-ins."""
         return tracing.plain(*(getattr(self, name) for name in TENSORS))
 
     @property

@@ -383,7 +383,7 @@ def _line(outcome: mutation.Outcome) -> str:
 
 
 def _names(text: str, site: mutation.Site) -> bool:
-    """Whether an explanation is about an instruction."""
+    """True if an explanation is about an instruction."""
     return explanations.about(text, explanations.instruction(site), explanations.roles(site))
 
 

@@ -1,4 +1,4 @@
-"""How tensor cores add, Hopper's and Blackwell's: the torch form of ``softgpu.accumulate``.
+"""Additions of tensor cores, Hopper's and Blackwell's: the torch form of ``softgpu.accumulate``.
 
 The rules and where they come from are told in ``softgpu.tensor_core``.  Here they run on whole
 matrices, on a CPU or a GPU, in fp32 for Hopper's e4m3 (every intermediate is exact) and in fp64

@@ -1,4 +1,4 @@
-"""Whether a decode's results are right: against fp64, and against a model of their rounding."""
+"""Judgement of a decode's results: against fp64, and against a model of their rounding."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ class DecodeErrors:
 
     @property
     def qk_share(self) -> float | None:
-        """How much of the squared ``error`` Q.K's sums make, 0 to 1; None without ``qk``."""
+        """Share of Q.K's sums in the squared ``error``, 0 to 1; None without ``qk``."""
         if self.qk is None:
             return None
         return min(1.0, (self.qk.error / self.error) ** 2) if self.error else 0.0
 
     @property
     def right(self) -> bool:
-        """As the kernel is built; ``error`` says whether that is as exact as you need."""
+        """True if it is what the kernel is built to give; ``error`` says how exact that is."""
         return (
             self.error <= self.allowed
             and self.lse_error <= self.lse_allowed

@@ -53,7 +53,7 @@ class Cost:
 
     @property
     def measured(self) -> bool:
-        """Whether a card's counters have been compared with the model of this architecture."""
+        """True if a card's counters have been compared with the model of this architecture."""
         return rates.of(self.profile.architecture).measured
 
     def numbers(self) -> dict[str, float]:

@@ -152,7 +152,7 @@ def decode_errors(
 
 
 def _picked(own: Sequence[int], cu_seqlens_q: Tensor | None) -> tuple[list[int], int]:
-    """Which sequences or, if queries are ragged, query tokens those of ``own`` are; and the LSE's
+    """Sequences or, if queries are ragged, query tokens of ``own``; and the LSE's
     axis of them."""
     if cu_seqlens_q is None:
         return list(own), 0
@@ -234,7 +234,7 @@ def gate_violations(actual: Tensor, expected: Tensor, gate: tuple[float, float])
 def lse_outside(
     actual: Tensor, expected: Tensor, magnitudes: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, int]:
-    """Which LSEs are outside of the gate, and how many others only ``LSE_CONDITION`` makes right.
+    """LSEs that are outside of the gate, and how many others only ``LSE_CONDITION`` makes right.
 
     Args:
         actual, expected: (...) floating point, natural.
@@ -254,12 +254,12 @@ def lse_outside(
 
 
 def by_condition_allowed(elements: int) -> int:
-    """How many LSEs of a call's ``elements`` may be right by their logits' condition alone."""
+    """Number of a call's ``elements`` LSEs that may be right by their logits' condition alone."""
     return max(BY_CONDITION_ALWAYS, elements // BY_CONDITION_ONE_IN)
 
 
 def out_of_gate(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> Tensor:
-    """Which elements ``gate_violations`` counts."""
+    """Elements that ``gate_violations`` counts."""
     a, e = actual.double(), expected.double()
     special = ~torch.isfinite(a) | ~torch.isfinite(e)
     same = (a == e) | (torch.isnan(a) & torch.isnan(e))

@@ -55,6 +55,9 @@ ROLES: dict[str, Place] = {
     ),
     "clearing of groups with scale 0": Place(("FencedScales.*",)),
     "split lists, the grid before": Place(("*.kernel",), "queries, KV and indices come from"),
+    "gradients, the grid before": Place(("MhaDq.begin",)),
+    "gradients of keys, the grid before": Place(("MhaDkv.*",), "compat.pdl_wait()"),
+    "CTAs that count themselves": Place(("_delta",), "cute.arch.sync_threads()"),
     "P.V, its wait for Q": Place(("Mix16.*",), "cta.q_pipe.consumer_wait(qst)"),
     "products of e4m3": Place(("Fp8Scores.*",)),
     "votes that nobody needs": Place(("*",), "# warps have met: no phase ends unread"),
@@ -153,13 +156,13 @@ def check(text: str) -> None:
 
 
 def counted(text: str) -> int | None:
-    """How many survivors an explanation is about; None: all."""
+    """Number of survivors that an explanation is about; None: all."""
     found = _EXPLANATION.fullmatch(text)
     return int(found[1]) if found is not None and found[1] else None
 
 
 def about(text: str, instruction: str, roles: Sequence[str]) -> bool:
-    """Whether an explanation, counted or not, is about an instruction with these roles."""
+    """True if an explanation, counted or not, is about an instruction with these roles."""
     found = _EXPLANATION.fullmatch(text)
     if found is None or not instruction.startswith(found[2]):
         return False

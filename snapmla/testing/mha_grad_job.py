@@ -234,7 +234,7 @@ class GradJob:
         return torch.full(shape, math.nan, device=self.out.device)
 
     def stats_rows(self) -> list[int]:
-        """Where each sequence's rows begin."""
+        """First row of each sequence."""
         firsts = offsets(self.forward.lq).tolist()
         return [stats_row(first, i) for i, first in enumerate(firsts[:-1])]
 
@@ -259,6 +259,7 @@ class GradJob:
         job = self.forward
         dlse = self.lse[:0] if self.dlse is None else self.dlse
         tables = self._tables(work_of(job.lq, job.lk, job.causal, len(job.q)))
+        tables["key_work"] = key_work(job).to(self.out.device)
         del tables["cu_seqlens_k"]
         return {
             "out": self.out, "dout": self.dout, "lse": self.lse, "dlse": dlse, **tables,
@@ -305,7 +306,7 @@ class GradJob:
         return {
             **self._shared(stats), **self._tables(key_work(job)),
             "dk_nope": self._blank(job.v, h, 128), **parts, "dv": self._blank(job.v, h, 128),
-            "ctas": min(job.ctas, most),
+            "behind_dq": 0, "ctas": min(job.ctas, most),
         }  # fmt: skip
 
     def run(self, call: Callable[[str, Mapping[str, Any]], None]) -> Grads:
@@ -314,7 +315,7 @@ class GradJob:
         call("mha_delta", delta)
         dq, dkv = self.of_dq(delta["stats"]), self.of_dkv(delta["stats"])
         call("mha_dq", dq)
-        call("mha_dkv", dkv)
+        call("mha_dkv", {**dkv, "work": delta["key_work"], "behind_dq": 1})
         rope = None
         if len(self.forward.ks) == 2:
             given = self.forward.ks[1]

@@ -116,7 +116,7 @@ class SplitJob(MhaJob):
         return SplitRoom.of(len(self.q), len(self.lq), len(self.v))
 
     def arguments(self) -> dict[str, Any]:
-        """As of what is not split, and partial rows full of NaN."""
+        """Arguments as of what is not split, and partial rows full of NaN."""
         given, room, heads = super().arguments(), self.room, self.q.shape[1]
         partial = torch.full((room.rows, heads, self.v.shape[-1] + 1), math.nan)
         most = max(1, (most_tiles(len(self.q), len(self.lq)) + 2 * room.splits) * heads)

@@ -53,7 +53,7 @@ class PagedShape(RecordShape):
 
     @property
     def begin(self) -> list[int]:
-        """Where sequences' query tokens begin."""
+        """First query token of each sequence."""
         return list(self.begins or range(0, self.tokens + 1, self.s_q))
 
     @property
@@ -63,8 +63,8 @@ class PagedShape(RecordShape):
 
     @property
     def counts(self) -> list[int]:
-        """How many tokens each query token sees; 0 for those of no sequence.  A length is at most
-        what the table names, before the causal rule."""
+        """Number of tokens that each query token sees; 0 for those of no sequence.  A length is at
+        most what the table names, before the causal rule."""
         counts, begin = [0] * self.tokens, self.begin
         for i, length in enumerate(self.lengths):
             n, end = min(length, self.topk), begin[i + 1]
@@ -173,7 +173,7 @@ class PagedRecordJob(RecordJob):
     # ---------------------------------------------------------------- truth
 
     def _errors(self, call: RecordCall, out: Tensor, lse: Tensor) -> DenseErrors:
-        """As the base class', of query tokens that see what is finite; of the others ``out`` and
+        """Errors as the base class', if query tokens see what is finite; of the others ``out`` and
         the LSE are NaN, or count as ``outside``."""
         begin, counts = self.shape.begin, call.counts
         sees = torch.zeros(len(counts), dtype=torch.bool)

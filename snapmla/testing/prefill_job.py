@@ -193,7 +193,7 @@ class PrefillJob:
 
     @property
     def counts(self) -> list[int]:
-        """How many entries of each query token count."""
+        """Number of entries of each query token that count."""
         topk = self.indices.shape[2]
         given = [topk] * len(self.q) if self.lengths is None else self.lengths.tolist()
         return [min(max(n, 0), topk) for n in given]

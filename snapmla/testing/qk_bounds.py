@@ -1,4 +1,4 @@
-"""How far Hopper's tensor core can put a row's logits, and with them its LSE, from exact ones.
+"""Bounds of the distance of a row's logits and LSE on Hopper's tensor core from exact ones.
 
 The rules of one step are those of ``softgpu.tensor_core``: 32 products and the accumulator are cut
 toward zero to multiples of one unit, u = 2^(e - 13), where e is the largest exponent among them;
@@ -147,7 +147,7 @@ def lse_bounds(
     row_seqlens: Tensor | None = None,
     chain: int = CHAIN,
 ) -> tuple[Tensor, Tensor]:
-    """How far below and above the exact LSE the kernels' may be on Hopper, for each query row.
+    """Bounds below and above the exact LSE of the kernels' on Hopper, for each query row.
 
     With l the exact logits of a row and [low, high] the bounds of their errors, the LSE's error is
     between ln sum exp(l + low) - ln sum exp(l) and the same with high.  Rounding to fp32 is in it.

@@ -340,7 +340,7 @@ def record_errors(
 def _lse_outside(
     call: RecordCall, lse: Tensor, truth: Tensor, rounds_k: bool, plain: bool
 ) -> tuple[Tensor, int]:
-    """As ``dense_job.lse_outside``; where K is rounded, a row of few tokens, or that few
+    """Like ``dense_job.lse_outside``; where K is rounded, a row of few tokens, or that few
     dominate, may be off by the rounding of its largest logit's products."""
     missed, excused = dense_job.lse_outside(lse, truth, functools.partial(magnitudes_of, call))
     if rounds_k:

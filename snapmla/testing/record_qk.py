@@ -73,7 +73,7 @@ class QkBounds(NamedTuple):
     out: Tensor
 
     def hold(self, lse: Tensor, exact: Tensor) -> Tensor:
-        """Which LSEs (h, tokens) are inside; infinite and NaN ones, if they are the same."""
+        """LSEs (h, tokens) that are inside; infinite and NaN ones, if they are the same."""
         same = (lse == exact) | (lse.isnan() & exact.isnan())
         off = lse.double() - exact
         return torch.where(torch.isfinite(exact), (self.low <= off) & (off <= self.high), same)

@@ -78,7 +78,7 @@ class SparseShape:
 
     @property
     def counts(self) -> list[int]:
-        """How many entries count for each query token; 0 for those of no sequence."""
+        """Number of entries that count for each query token; 0 for those of no sequence."""
         begins = self.begins or range(0, self.tokens + 1, self.s_q)
         counts = [0] * self.tokens
         for i, n in enumerate(self.lengths):

@@ -11,7 +11,7 @@ NAMESPACE = "snapmla"
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """On shapes alone: of an operator that returns nothing."""
+    """Fake of an operator that returns nothing."""
 
 
 class Operator(NamedTuple):

@@ -17,7 +17,7 @@ _ARGUMENTS = (
 
 
 def _call(*arguments: Any) -> prefill.Call:
-    """As schemas have them; without results of what allocates."""
+    """Arguments as schemas have them, without results of what allocates."""
     given = (*arguments, None, None, None)
     return prefill.Call(*given[: RESULTS_AT + 3])
 

@@ -142,7 +142,7 @@ class _Came(NamedTuple):
 
 @dataclass
 class _Warp:
-    """Where a warp is in its events."""
+    """Position of a warp in its events."""
 
     record: WarpRecord
     factor: float  # issued instructions of a PTX instruction
@@ -285,7 +285,7 @@ class Player:
         self._push(resumed, i)
 
     def _launch(self, now: float, w: _Warp, e: Event) -> float:
-        """When asynchronous work is done."""
+        """Time at which asynchronous work is done."""
         rank = w.record.rank
         if e.unit == "tensor":
             done = now
@@ -324,7 +324,7 @@ class Player:
 
     # ---- critical path ---------------------------------------------------------------------------
     def _path(self, i: int) -> list[Handover]:
-        """From the end of the warp that ends last: what it waited for last, who caused that, ..."""
+        """Path back from the end of the last warp: what it waited for last, who caused that, ..."""
         path: list[Handover] = []
         event = len(self.warps[i].record.events)
         while True:

@@ -1,4 +1,4 @@
-"""Who knows what has happened: vector clocks of lanes, asynchronous agents and mbarriers.
+"""Knowledge of what has happened: vector clocks of lanes, asynchronous agents and mbarriers.
 
 A *component* is something whose work can be known or not known: every lane, and for every warp its
 collective accesses (``ldmatrix``, ``stmatrix``), its WGMMA groups, its bulk stores (reads of shared

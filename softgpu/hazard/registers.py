@@ -29,7 +29,7 @@ class _Mma:
 
 
 class _Issue(NamedTuple):
-    """When a WGMMA was issued: its group, its event, how many wgmma.fence before it."""
+    """Issue of a WGMMA: its group, its event, how many wgmma.fence before it."""
 
     group: int
     event: int

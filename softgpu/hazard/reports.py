@@ -1,4 +1,4 @@
-"""How hazards are told: every kind, in words, with the place and the two conflicting events.
+"""Reports of hazards: every kind, in words, with the place and the two conflicting events.
 
 The rules are elsewhere (``warp``, ``registers``, ``cluster``, ``global_memory``); they call one
 method a finding, which raises or collects the ``Hazard`` as ``Machine.hazard`` decides.  In all of
@@ -102,7 +102,7 @@ class Reports:
         return Event(action, kernel.source_of(ins), ins.line, text, block, index, lanes, note)
 
     def note_of(self, comp: int, time: int) -> str:
-        """How the work (comp, time) becomes known."""
+        """Sentence on how the work (comp, time) becomes known."""
         kind, _ = self.layout.name(comp)
         if kind == "mbarrier":
             return f"completes phase {time - 2} of {self.barrier(comp)}"

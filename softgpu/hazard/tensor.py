@@ -82,7 +82,7 @@ class TensorHazards:
 
 
 class _Accessor(NamedTuple):
-    """Who accesses tensor memory now.
+    """Accessor of tensor memory now.
 
     Attributes:
         known: by agent, the work it knows to be complete; usable: what fences let it rely on.

@@ -1,4 +1,4 @@
-"""Who works on tensor memory, as columns of the vector clocks: PTX ISA 9.7.18.6.
+"""Agents that work on tensor memory, as columns of the vector clocks: PTX ISA 9.7.18.6.
 
 tcgen05.ld, tcgen05.st and tcgen05.alloc are agents of their warp; each thread that issues
 tcgen05.mma or tcgen05.cp has an agent of its own, because tcgen05.commit speaks for the thread that

@@ -1,4 +1,4 @@
-"""How hazards of tensor memory are told; the rules are in ``tensor``."""
+"""Reports of hazards of tensor memory; the rules are in ``tensor``."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class TensorReports:
 
     # ---- parts of a report ---------------------------------------------------------------------
     def issuer_text(self, component: int) -> str:
-        """Who issued the work of an agent."""
+        """Issuer of an agent's work, as text."""
         issuer = self.columns.issuer_of(component - self.columns.first)
         return "asynchronous" if issuer is None else f"issued by lane {issuer.lane}"
 
     def note_of(self, component: int, time: int) -> str:
-        """How an agent's work becomes known."""
+        """Sentence on how an agent's work becomes known."""
         issuer = self.columns.issuer_of(component - self.columns.first)
         if issuer is None:
             kind, _ = self.columns.name(component - self.columns.first)

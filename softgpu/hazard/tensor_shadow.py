@@ -52,7 +52,7 @@ def _rows(lanes: bytes) -> Any:
 
 
 def area_of(cells: Cells) -> Area:
-    """Where a rectangle of cells lies in the tables."""
+    """Area of a rectangle of cells in the tables."""
     rows, first = _rows(np.ascontiguousarray(cells.lanes, np.int64).tobytes()), ROWS * cells.rank
     if isinstance(rows, slice):
         rows = slice(rows.start + first, rows.stop + first, rows.step)

@@ -52,7 +52,7 @@ class WarpArrival:
         self.published = _Generation()
 
     def whole(self, w: Any, number: int) -> bool:
-        """Whether the warp has arrived: all its threads that have not exited are here."""
+        """True if the warp has arrived: all its threads that have not exited are here."""
         if self.state is None and not (w.lanes(w.alive) & ~self.lanes).any():
             del w.arriving[number]
             arrived = _arrive(w, number, self.threads, self.stamp)
@@ -60,7 +60,7 @@ class WarpArrival:
         return self.state is not None
 
     def complete(self) -> bool:
-        """Whether all other warps of the generation have arrived too."""
+        """True if all other warps of the generation have arrived too."""
         return self.state is not None and self.state.generation != self.generation
 
     def text(self, w: Any, number: int) -> str:

@@ -63,7 +63,7 @@ def put(view: Any, value: Any, m: Any) -> None:
 
 
 def nothing(w: Any, m: Any) -> None:
-    """For hints, and for what has no meaning here."""
+    """Does nothing: for hints, and for what has no meaning here."""
 
 
 # ---- masks ---------------------------------------------------------------------------------------

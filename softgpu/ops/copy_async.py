@@ -65,7 +65,7 @@ def cp_async(ins: Instr, k: Decoder) -> Handler:
 
 
 def _check_sources(w: Any, source: Any, counts: Any, mask: Any) -> None:
-    """Global memory that the lanes' copies read, by the bytes of each: generic loads to the checker."""
+    """Tells the checker of the lanes' reads, by the bytes of each, as generic loads."""
     for count in np.unique(counts[mask]):
         if count:
             lanes = mask & (counts == count)
@@ -312,7 +312,7 @@ def bulk_commit(ins: Instr, k: Decoder) -> Handler:
 
 @op("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
 def bulk_wait(ins: Instr, k: Decoder) -> Handler:
-    """At most N of a thread's last groups stay in flight."""
+    """Waits until at most N of a thread's last groups stay in flight."""
     keep, written = k.imm(ins.args[0]), "read" not in ins.parts
 
     def run(w: Any, m: Any) -> None:

@@ -30,7 +30,7 @@ QUARTER = 32  # lanes of tensor memory that a warp may load and store
 
 # ---- allocation ----------------------------------------------------------------------------------
 def _common_room(memories: list[TensorMemory], columns: int) -> int | None:
-    """Where all of these CTAs have so many columns free."""
+    """First column from which all of these CTAs have so many free."""
     rooms = [set(m.free_at(columns)) for m in memories]
     return min(set.intersection(*rooms), default=None)
 

@@ -132,7 +132,7 @@ class _Mma:
         self._fragments()
 
     def _fragments(self) -> None:
-        """Where the C fragment's registers lie in the (16, N) matrix, and the other way round."""
+        """Places of the C fragment's registers in the (16, N) matrix, and the other way round."""
         row, column = _fragment_maps(self.n)
         self.gather = np.empty((16, self.n), np.int64)
         self.gather[row, column] = np.arange(self.n // 2)[:, None] * 32 + np.arange(32)[None, :]
@@ -217,7 +217,7 @@ def commit(ins: Instr, k: Decoder) -> Handler:
 
 @op("wgmma.wait_group")
 def wait_group(ins: Instr, k: Decoder) -> Handler:
-    """At most N committed groups stay pending; ``random`` may complete more of them."""
+    """Waits until at most N committed groups stay pending; ``random`` may complete more of them."""
     pending = k.imm(ins.args[0])
 
     def run(w: Any, m: Any) -> Any:

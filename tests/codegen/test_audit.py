@@ -90,6 +90,7 @@ def test_clean_record_passes() -> None:
         ({"declared": {**DECLARED, "barrier_counts": {"1": 9}}}, "barrier_counts"),
         ({"declared": {**DECLARED, "tmem_columns": 512}}, "tmem_columns is declared 512, built 0"),
         ({"declared": {**DECLARED, "smem": 199_999}}, "199999 bytes of shared memory declared"),
+        ({"late_writes": ["PTX line 7: takes %r1"]}, "PTX line 7"),
     ],
 )
 def test_audit_refuses(changes: dict, word: str) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
+from rich.console import Console
 
-from codegen import artifacts, fences, precompile
+from codegen import artifacts, audit, fences, link, precompile, tryout
 from codegen import compile as compiler
+from codegen.artifacts import Record
 from codegen.family_audit import FamilyAudit
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec
@@ -34,6 +39,10 @@ setp.ne.b32 p, %r30, 0;
 	wgmma.wait_group.sync.aligned 	0;
 	ret;
 """  # noqa: E501
+FENCE = "	wgmma.fence.sync.aligned;\n"
+PLANTED = CLEAN.replace(FENCE, f"{FENCE}	mov.b32 	%r1, %r2;\n")
+MERGE = VariantSpec(op="merge")
+Compiled = Callable[[str], None]
 
 
 @pytest.mark.parametrize(
@@ -48,10 +57,9 @@ setp.ne.b32 p, %r30, 0;
 )
 def test_a_write_behind_the_fence_is_named(planted: str, named: str) -> None:
     """Of an accumulator or of A in registers; nothing is said where it stands before the fence."""
-    fence = "	wgmma.fence.sync.aligned;\n"
-    (first, *_) = fences.late_writes(CLEAN.replace(fence, f"{fence}	{planted}\n"))
+    (first, *_) = fences.late_writes(CLEAN.replace(FENCE, f"{FENCE}	{planted}\n"))
     assert named in first
-    assert fences.late_writes(CLEAN.replace(fence, f"	{planted}\n{fence}")) == []
+    assert fences.late_writes(CLEAN.replace(FENCE, f"	{planted}\n{FENCE}")) == []
 
 
 @pytest.mark.parametrize(
@@ -61,8 +69,7 @@ def test_a_write_behind_the_fence_is_named(planted: str, named: str) -> None:
     ]
 )  # fmt: skip
 def test_what_a_wgmma_does_not_take_may_be_written(planted: str) -> None:
-    fence = "	wgmma.fence.sync.aligned;\n"
-    assert fences.late_writes(CLEAN.replace(fence, f"{fence}	{planted}\n")) == []
+    assert fences.late_writes(CLEAN.replace(FENCE, f"{FENCE}	{planted}\n")) == []
 
 
 def test_a_wgmma_of_another_form_is_not_passed_over() -> None:
@@ -70,41 +77,76 @@ def test_a_wgmma_of_another_form_is_not_passed_over() -> None:
         fences.late_writes(f"\n[{MMA} ]\n")
 
 
-def test_such_a_build_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And leaves no record, by which it would be up to date; one without such a write passes."""
-    spec = VariantSpec.from_name("mha_fwd_d192_dbf16_sm90a")
-    files = artifacts.paths(tmp_path, spec)
-    record = compiler.draft(spec)
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """Builds without the compiler, of the PTX that one calls this with; all but PTX is unread."""
+    obj = tmp_path_factory.mktemp("compiled") / "variant.o"
+    obj.write_bytes(b"object")
+    for name in ("ptxas", "counts", "host", "host_module", "target", "sass"):
+        monkeypatch.setattr(audit, f"read_{name}", lambda record, _: None)
+    monkeypatch.setattr(link, "link", lambda *_: None)
+    monkeypatch.setenv("CUTE_DSL_ARCH", MERGE.arch)
 
-    def made(*_args: object, **_options: object) -> tuple[artifacts.Record, bool]:
-        files["json"].write_text("{}")
-        files["ptx"].write_text(text)
-        return record, True
+    def of(ptx: str) -> None:
+        made = compiler._Made(obj, ptx, b"", "", [], None)
+        monkeypatch.setattr(compiler, "_compile", lambda spec, tmp: made)
 
-    monkeypatch.setattr(compiler, "ensure", made)
-    text = CLEAN
-    assert precompile.ensure(spec, tmp_path) == (record, True)
-    assert files["json"].exists()
-    fence = "	wgmma.fence.sync.aligned;\n"
-    text = CLEAN.replace(fence, f"{fence}	mov.b32 	%r1, %r2;\n")
-    with pytest.raises(compiler.BuildError, match="behind the wgmma.fence"):
-        precompile.ensure(spec, tmp_path)
-    assert not files["json"].exists()
+    return of
+
+
+@pytest.mark.parametrize("ptx", [PLANTED, f"[{MMA} ]"])
+def test_such_a_build_fails(compiled: Compiled, ptx: str, tmp_path: Path) -> None:
+    """It leaves no record and no kernel, only the log."""
+    compiled(ptx)
+    with pytest.raises(compiler.BuildError, match=r"behind the wgmma.fence|not understood"):
+        compiler.ensure(MERGE, tmp_path, linked=False)
+    left = {path.suffix for path in tmp_path.glob(f"{MERGE.name}.*")}
+    assert left == {".log"}
+    outcome = precompile._build_one(MERGE, tmp_path, False, False)
+    assert isinstance(outcome, list) and outcome
+
+
+def test_such_a_build_is_tried(compiled: Compiled, tmp_path: Path) -> None:
+    """``make try`` prints it and fails; what it leaves is not up to date, nor may it ship."""
+    compiled(PLANTED)
+    told = io.StringIO()
+    assert tryout.run(MERGE, tmp_path, Console(file=told, width=200)) is False
+    assert "behind the wgmma.fence" in told.getvalue()
+    assert compiler.up_to_date(MERGE, tmp_path, False) is None
+    files = artifacts.paths(tmp_path, MERGE)
     family = FamilyAudit()
-    family.add(spec, record, files["so"])
-    assert any("behind the wgmma.fence" in text for text in family.problems[spec.name])
+    family.add(MERGE, Record.read(files["json"]), files["so"])
+    assert any("behind the wgmma.fence" in text for text in family.problems[MERGE.name])
+
+
+def test_a_build_is_audited_once(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of its record, inside its lock; not where it is found built."""
+    files, read = artifacts.paths(tmp_path, MERGE), list[str]()
+
+    def late_writes(ptx: str) -> list[str]:
+        with pytest.raises(Timeout):
+            FileLock(tmp_path / ".locks" / f"{MERGE.name}.lock").acquire(timeout=0)
+        assert not files["json"].exists()
+        read.append(ptx)
+        return []
+
+    monkeypatch.setattr(fences, "late_writes", late_writes)
+    compiled(CLEAN)
+    assert [compiler.ensure(MERGE, tmp_path, linked=False)[1] for _ in range(3)] == [True, 0, 0]
+    assert read == [CLEAN]
 
 
 @needs_compiler
-def test_no_variant_writes_behind_its_fence(built: Report, variant_dir: Path) -> None:
-    """Of the run's variants; and a copy of an accumulator, planted in one, is found."""
-    some = ""
-    for name in built.records:
-        ptx = (variant_dir / f"{name}.ptx").read_text()
-        assert fences.late_writes(ptx) == [], name
-        some = ptx if "wgmma.mma_async" in ptx else some
-    taken = re.search(r"wgmma\.mma_async[^{]*\{(%\w+)", some)
+def test_a_planted_write_is_found_in_a_variant(built: Report, variant_dir: Path) -> None:
+    """A copy of an accumulator; the variant itself has none, as every one that is built."""
+    assert not any(record.late_writes for record in built.records.values())
+    (name, *_) = (n for n, record in built.records.items() if record.sass.get("QGMMA"))
+    ptx = (variant_dir / f"{name}.ptx").read_text()
+    assert fences.late_writes(ptx) == []
+    taken = re.search(r"wgmma\.mma_async[^{]*\{(%\w+)", ptx)
     assert taken is not None
-    at = some.rindex("wgmma.fence", 0, taken.start())
-    end = some.index("\n", at) + 1
-    assert fences.late_writes(f"{some[:end]}	mov.b32 	{taken[1]}, %r0;\n{some[end:]}")
+    at = ptx.rindex("wgmma.fence", 0, taken.start())
+    end = ptx.index("\n", at) + 1
+    assert fences.late_writes(f"{ptx[:end]}	mov.b32 	{taken[1]}, %r0;\n{ptx[end:]}")

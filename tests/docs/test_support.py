@@ -13,6 +13,8 @@ import snapmla
 from codegen import matrix as mx
 from dsl_kernels.families import ARCHS
 from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.spec import VariantSpec
+from profiles.prove_asked import ASKED_BLACKWELL
 from tests.docs.test_docs import render
 from tests.support import ROOT
 
@@ -123,3 +125,14 @@ def test_what_is_built_on_demand_is_in_no_matrix(monkeypatch: pytest.MonkeyPatch
     assert support.cell(kernel, "sm_90a") == support.SHIPPED
     monkeypatch.setattr(mx, "points", lambda _arch: iter(points))
     assert support.cell(kernel, "sm_90a") == support.ON_DEMAND
+
+
+def test_what_ran_where_names_every_operation() -> None:
+    """Of SM100: what is built by default, on request, and not at all."""
+    text = (ROOT / "docs/software-gpu.md").read_text("utf-8")
+    table = text.partition("## What ran where\n")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if "`sm_100a`" in row]
+    named = [set(re.findall(r"`(\w+)`", row)) & set(support.FAMILIES) for row in rows]
+    built = {spec.op for spec in mx.points("sm_100a")}
+    asked = {VariantSpec.from_name(name).op for name in ASKED_BLACKWELL}
+    assert named == [built, asked, set(support.FAMILIES) - built - asked]

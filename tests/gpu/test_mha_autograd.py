@@ -1,4 +1,5 @@
-"""Gradients of ``mha_prefill`` on a real GPU: fp64 at 4096 tokens, bits, graphs, compiled code.
+"""Gradients of ``mha_prefill`` on a real GPU: fp64 at 4096 tokens, FlashMLA's shapes and gates,
+bits, graphs, compiled code.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
 """
@@ -6,6 +7,7 @@ Variants may come from elsewhere, no compiler is needed; those that are not ther
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,9 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
-from snapmla.mha import backward_workspace_size, mha_prefill, mha_prefill_backward
+from snapmla.mha import (
+    backward_workspace_size,
+    flash_mla_names,
+    mha_prefill,
+    mha_prefill_backward,
+)
+from snapmla.testing import metrics
+from snapmla.testing.dense_job import out_of_gate
 from snapmla.testing.mha_grad_job import GradJob, variants
-from snapmla.testing.mha_job import MhaJob, offsets
+from snapmla.testing.mha_job import COSINE_GATE, OUT_GATE, MhaJob, offsets
 from snapmla.testing.workloads.mha_backward import forward_spec
 
 pytestmark = pytest.mark.gpu
@@ -27,13 +36,19 @@ DEVICE, RUNS = "cuda", 5
 REST = 9  # rows of no sequence that a drawn job has behind its last
 
 
-def drawn(d_qk: int, lengths: Any, heads: tuple[int, int], **options: Any) -> MhaJob:
-    """Inputs, if all kernels are there or can be built here."""
+def spec_of(d_qk: int) -> VariantSpec:
+    """A variant of mha_dq, if all kernels are there or can be built here."""
     spec = VariantSpec(op="mha_dq", d_qk=d_qk, dtype="bf16")
     lists = VariantSpec(op="mha_items", lists="backward")
     for needed in (forward_spec(spec), lists, *variants(spec).values()):
         if runtime.jit_refusal() and runtime.find(needed) is None:
             pytest.skip(f"{needed.name} is not built, and nothing compiles here")
+    return spec
+
+
+def drawn(d_qk: int, lengths: Any, heads: tuple[int, int], **options: Any) -> MhaJob:
+    """Inputs, if all kernels are there or can be built here."""
+    spec = spec_of(d_qk)
     torch.manual_seed(1)
     given = (*lengths, *heads)
     return MhaJob.draw(forward_spec(spec), *given, device=DEVICE, **options)
@@ -63,6 +78,7 @@ def gradients(call: dict[str, Any], dout: Tensor, dlse: Tensor | None) -> Any:
 @pytest.mark.parametrize(("lengths", "heads"), [
     (((4096, 4096), (4096, 4096)), (4, 4)), (((4096,), (4096,)), (8, 2)),
     (((512, 0, 1300, 1), (700, 40, 1300, 0)), (64, 64)),  # RoPE channels of four heads a sum
+    (((0, 1, 127, 128, 129, 300, 4096), (5, 1, 300, 128, 64, 300, 4096)), (4, 2)),
 ])  # fmt: skip
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("d_qk", [192, 128])
@@ -76,6 +92,84 @@ def test_gradients(d_qk: int, causal: bool, lengths: Any, heads: tuple[int, int]
         x[-REST:] = math.nan
     errors = replace(given, out=out.detach(), lse=lse.detach()).errors(grads)
     assert errors.right, str(errors)
+
+
+def as_flash_mla(d_qk: int, tokens: int, varlen: bool) -> tuple[list[Tensor], Tensor, Any]:
+    """((q, k, v), dO, (lengths of queries, of keys)): 2 sequences and 128 heads as FlashMLA's test
+    of separate heads has them, a tenth of normal numbers.
+
+    Lengths that vary are drawn around ``tokens``, half of it the standard deviation; no sequence
+    has fewer keys than queries.
+    """
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    lq, lk = [tokens] * 2, [tokens] * 2
+    if varlen:
+        lq = [max(int(draw.normalvariate(tokens, tokens / 2)), 1) for _ in lq]
+        lk = [max(int(draw.normalvariate(tokens, tokens / 2)), n) for n in lq]
+
+    def rows(lengths: list[int], width: int) -> Tensor:
+        return (torch.randn(sum(lengths), 128, width, device=DEVICE) / 10).bfloat16()
+
+    return [rows(lq, d_qk), rows(lk, d_qk), rows(lk, 128)], rows(lq, 128), (lq, lk)
+
+
+def by_its_name(inputs: list[Tensor], dout: Tensor, lengths: Any, causal: bool) -> list[Tensor]:
+    """dq, dk, dv by FlashMLA's name and its test's scale."""
+    q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
+    lq, lk = lengths
+    out, _ = flash_mla_names.flash_attn_varlen_func(
+        q, k, v, offsets(lq).to(DEVICE), offsets(lk).to(DEVICE), max(lq), max(lk),
+        softmax_scale=(inputs[0].shape[-1] + 100) ** -0.5, causal=causal,
+    )  # fmt: skip
+    return list(torch.autograd.grad(out, leaves, dout))
+
+
+def truths(inputs: list[Tensor], dout: Tensor, lengths: Any, causal: bool) -> list[Tensor]:
+    """dq, dk, dv by autograd in fp64, of a sequence and two heads at a time."""
+    grads = [torch.empty_like(x, dtype=torch.float64) for x in inputs]
+    q0 = k0 = 0
+    for s_q, s_k in zip(*lengths):
+        places = slice(q0, q0 + s_q), slice(k0, k0 + s_k), slice(k0, k0 + s_k)
+        q0, k0 = q0 + s_q, k0 + s_k
+        hidden = torch.ones(s_q, s_k, dtype=torch.bool, device=DEVICE).triu(s_k - s_q + 1)
+        for first in range(0, dout.shape[1], 2):
+            heads = slice(first, first + 2)
+            parts = [x[at, heads].transpose(0, 1).double() for x, at in zip(inputs, places)]
+            q, k, v = leaves = [x.requires_grad_() for x in parts]
+            s = q @ k.mT * (q.shape[-1] + 100) ** -0.5
+            p = (s.masked_fill(hidden, -math.inf) if causal else s).softmax(-1)
+            found = torch.autograd.grad(
+                p @ v, leaves, dout[places[0], heads].transpose(0, 1).double()
+            )  # fmt: skip
+            for into, at, x in zip(grads, places, found):
+                into[at, heads] = x.transpose(0, 1)
+    return grads
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("d_qk", [128, 192])
+def test_flash_mla_s_shapes_and_gates(d_qk: int, varlen: bool, causal: bool) -> None:
+    """2 x 4096 with 128 heads; an element is right by either of its gates, the cosine is of all."""
+    spec_of(d_qk)
+    inputs, dout, lengths = as_flash_mla(d_qk, 4096, varlen)
+    got = by_its_name(inputs, dout, lengths, causal)
+    for name, x, want in zip(("dq", "dk", "dv"), got, truths(inputs, dout, lengths, causal)):
+        assert not out_of_gate(x, want, OUT_GATE).any(), name
+        assert metrics.one_minus_cosine(x, want) <= COSINE_GATE, name
+
+
+@pytest.mark.parametrize("d_qk", [128, 192])
+def test_flash_mla_s_longer_shapes_repeat(d_qk: int) -> None:
+    """2 x 8192 with 128 heads, which its test compares with itself alone: the same bits, of dQ
+    too."""
+    spec_of(d_qk)
+    given = as_flash_mla(d_qk, 8192, False)
+    first = by_its_name(*given, True)
+    for _ in range(RUNS - 1):
+        again = by_its_name(*given, True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
 def test_bits() -> None:
@@ -166,3 +260,44 @@ def test_memory_is_what_is_counted() -> None:
         results = sum(x.nbytes for x in grads if x is not None)
         del grads
     assert took == results + 4 * backward_workspace_size(len(job.q), len(job.v), 2, 64, 64)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("d_qk", [192, 128])
+def test_calls_behind_each_other_in_one_workspace(d_qk: int, graphed: bool) -> None:
+    """Few tokens, so that dK and dV begin beside dQ: lists and counts of the call before, of other
+    lengths, lie in the same words, and no call waits for the host.  Bits as of calls alone."""
+    lengths = (((512,), (512,)), ((70, 300, 1), (130, 290, 5)), ((1024,), (1000,)))
+    calls: list[dict[str, Any]] = []
+    for each in lengths:
+        job = drawn(d_qk, each, (16, 16))
+        call = {n: x.detach() if isinstance(x, Tensor) else x for n, x in call_of(job).items()}
+        out, lse = mha_prefill(**call)
+        calls.append({**call, "dout": torch.randn_like(out), "out": out, "lse": lse})
+
+    def size(call: dict[str, Any]) -> int:
+        batch = len(call["cu_seqlens_q"]) - 1
+        return backward_workspace_size(len(call["q"]), len(call["v"]), batch, 16, 16, d_qk)
+
+    workspace = torch.empty(max(map(size, calls)), dtype=torch.int32, device=DEVICE)
+
+    def ends(call: dict[str, Any]) -> list[Tensor]:
+        """Gradients of rows of sequences."""
+        grads = mha_prefill_backward(**call, workspace=workspace)
+        return [x[: len(x) - REST] for x in grads if x is not None]
+
+    want = []
+    for call in calls:
+        want.append([x.clone() for x in ends(call)])
+        torch.cuda.synchronize()
+    turns = [i % 3 for i in range(60)]
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [ends(calls[i]) for i in turns]
+        for _ in range(3):
+            graph.replay()
+    else:
+        found = [ends(calls[i]) for i in turns]
+    for i, each in zip(turns, found):
+        assert all(torch.equal(x, y) for x, y in zip(each, want[i], strict=True)), i

@@ -22,7 +22,7 @@ from snapmla.testing import index_reference as reference
 from snapmla.testing import topk_reference
 from snapmla.testing.index_tables import rows_tables
 from snapmla.testing.workloads.index_logits import poisoned_pages
-from softgpu import Options, using
+from softgpu import Options, mutate, using
 from tests.support.needs import needs_compiler
 from tests.support.on_blackwell import blackwell
 
@@ -43,9 +43,11 @@ def small() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_step() -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_a_step(seed: int) -> None:
     """Keys appended into pages of poison in random order; of the bits that Blackwell's model gives
-    the scores a stable sort chooses the same slots; attention reads these and no others."""
+    the scores a stable sort chooses the same slots; attention reads these and no others.  In every
+    schedule, wherever copies land."""
     torch.manual_seed(5)
     wanted = [-(-n // 64) for n in LENGTHS]
     cache, order = poisoned_pages(sum(wanted) + 2, gap=64), torch.randperm(sum(wanted) + 1)
@@ -58,7 +60,8 @@ def test_a_step() -> None:
         slots.append(64 * own[position // 64] + position % 64)
     keys, lengths = torch.randn(sum(LENGTHS), 128).bfloat16(), torch.tensor(LENGTHS).int()
     q, w = torch.randn(len(LENGTHS), S_Q, HEADS, 128).to(E4M3), torch.randn(3, S_Q, HEADS)
-    with using(Options(hazards="raise")):
+    schedule = mutate.schedule(seed)
+    with using(schedule):
         append_index_k(cache, keys, torch.cat(slots))
         found = index_topk(q, w, cache, table, lengths, K)
     call = {
@@ -74,15 +77,15 @@ def test_a_step() -> None:
     for mine, right in zip(found, want, strict=True):
         assert mine.dtype == torch.int32 and torch.equal(mine, right)
     assert found[1].tolist() == [K, K, 0, 0, K, K]
-    attend(found[0].view(len(LENGTHS), S_Q, K), cache.shape[0], torch.cat(slots))
+    attend(found[0].view(len(LENGTHS), S_Q, K), cache.shape[0], torch.cat(slots), schedule)
 
 
-def attend(indices: torch.Tensor, pages: int, slots: torch.Tensor) -> None:
+def attend(indices: torch.Tensor, pages: int, slots: torch.Tensor, schedule: Options) -> None:
     """Sparse decode over the slots that top-k chose, of a cache whose other tokens are NaN."""
     latents, n = PagedKVCache.allocate(pages, 64, device="cpu"), len(slots)
     content, rope = torch.randn(n, 512).bfloat16(), torch.randn(n, 64).bfloat16()
     q = torch.randn(len(LENGTHS), S_Q, 5, 576).bfloat16()
-    with using(Options(hazards="raise")):
+    with using(schedule):
         snapmla.append_kv(latents, content, rope, slots)
         chosen = torch.zeros(64 * pages, dtype=torch.bool)
         chosen[indices[indices >= 0].long()] = True

@@ -439,9 +439,9 @@ def test_an_architecture_without(forgetful: pytest.MonkeyPatch) -> None:
 
 
 def test_workspace_size() -> None:
-    """At most 16 bytes a query row and head, and 64 a key and head of a shared RoPE head beside
-    64 heads or more, 256 beside fewer."""
-    for tokens, batch in ((4096, 1), (8192, 2), (32072, 10)):
+    """Bound of 16 bytes a query row and head where sequences have 256 or more on average, and 64 a
+    key and head of a shared RoPE head beside 64 heads or more, 256 beside fewer."""
+    for tokens, batch in ((4096, 1), (8192, 2), (32072, 10), (512, 2), (256 * 40, 40)):
         plain = 4 * backward_workspace_size(tokens, tokens, batch, 128, 128, 128)
         assert plain <= 16 * tokens * 128
         for heads, most in ((128, 64), (16, 256)):

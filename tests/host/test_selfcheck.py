@@ -17,6 +17,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import prove
 from snapmla.testing import __main__ as commands
 from snapmla.testing import selfcheck, workloads
+from snapmla.testing.workloads import merge_states
 from tests.support.families import with_family
 
 SPARSE = VariantSpec.from_name("sparse_decode_etap_r64_obf16_sm90a").replace(arch="sm_100a")
@@ -112,3 +113,19 @@ def test_small_calls_without_tiles_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(workloads, "of", lambda op: work._replace(small=small))
     result = selfcheck.check_kernel(spec, kernel)
     assert not result.passed and result.summary.startswith("no tile of work: the index_rows case")
+
+
+def test_a_call_over_what_it_reads_is_made_once() -> None:
+    """Made behind itself it would have other inputs: a right kernel would be called wrong."""
+    spec = VariantSpec(op="merge_states", mode="pair")
+    names = tuple(next(workloads.of(spec.op).small(spec)).arguments)
+    called: list[bool] = []
+
+    def kernel(*args: Any) -> None:
+        given = dict(zip(names, args, strict=True))
+        called.append(given["lse"].data_ptr() == given["lse_1"].data_ptr())
+        for name, want in merge_states.truth(spec, given).items():
+            given[name].copy_(want)
+
+    assert selfcheck.check_kernel(spec, kernel, names, again=True).passed
+    assert called == [True, False, False, False]

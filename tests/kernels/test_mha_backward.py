@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import dsl_kernels
+from dsl_kernels.mha_grads import DELTAS, READY
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck
@@ -39,9 +40,9 @@ def loaded(spec: VariantSpec) -> Any:
     return selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
 
 
-def caller(spec: VariantSpec) -> Callable[[str, Mapping[str, Any]], None]:
-    """Calls kernels by op and arguments."""
-    kernels: dict[str, Any] = {}
+def caller(spec: VariantSpec, **given: Any) -> Callable[[str, Mapping[str, Any]], None]:
+    """Calls kernels by op and arguments; some may be ``given``."""
+    kernels: dict[str, Any] = {op: kernel for op, kernel in given.items() if kernel is not None}
 
     def call(op: str, given: Mapping[str, Any]) -> None:
         if op not in kernels:
@@ -301,6 +302,88 @@ def test_stats_of_another_padding_are_refused() -> None:
                       ("mha_dq", job.of_dq(other)), ("mha_dkv", job.of_dkv(other))):  # fmt: skip
         with pytest.raises(Exception, match="192"):
             caller(MAIN)(op, given)
+
+
+def early(
+    job: GradJob, behind_dq: int, deltas: int | None = None, kernel: Any = None
+) -> None:  # fmt: skip
+    """mha_dkv right behind mha_delta, whose count of CTAs may be replaced."""
+    call, delta = caller(MAIN, mha_dkv=kernel), job.of_delta()
+    with using(CHECKED):
+        call("mha_delta", delta)
+        assert delta["key_work"][DELTAS] == READY
+        work = delta["key_work"] if deltas is None else delta["key_work"].clone()
+        if deltas is not None:
+            work[DELTAS] = deltas
+        call("mha_dkv", {**job.of_dkv(delta["stats"]), "work": work, "behind_dq": behind_dq})
+
+
+@whole
+def test_keys_wait_for_the_statistics_that_they_read() -> None:
+    """Only told ``behind_dq`` and that all CTAs of mha_delta have stored they begin early: with
+    that kernel right in front of them, a hazard.  Of any other count they wait."""
+    job = GradJob.of(drawn(MAIN, (140, 9), (37, 5), 2, 2, ctas=2))
+    early(job, 0)
+    for deltas in (0, READY - 1, READY + 1):
+        early(job, 1, deltas)
+    for counted in (None, READY):  # the count itself, or what stands behind it
+        with pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
+            early(job, 1, counted)
+
+
+def test_the_count_is_released_and_acquired() -> None:
+    """What no run here can miss: mha_delta's release behind the barrier behind its stores, and
+    mha_dkv's acquire and proxy fence in front of all else that it reads."""
+    delta, keys = (
+        [x.opcode for x in kernel.program(kernel.entry).kernel.code]
+        for kernel in (loaded(variants(MAIN)[op]) for op in ("mha_delta", "mha_dkv"))
+    )
+    (count,) = (i for i, x in enumerate(delta) if x.startswith("atom."))
+    (barrier,) = (i for i, x in enumerate(delta) if x.startswith("bar.sync"))
+    stores = [i for i, x in enumerate(delta) if x.startswith("st.global")]
+    assert "release" in delta[count] and max(stores) < barrier < count
+    (acquired,) = (i for i, x in enumerate(keys) if x.startswith("ld.acquire.gpu"))
+    (fence,) = (i for i, x in enumerate(keys) if x == "fence.proxy.async.global")
+    reads = [
+        i for i, x in enumerate(keys)
+        if i != acquired and x.startswith(("ld.global", "atom.", "cp.async.bulk."))
+    ]  # fmt: skip
+    assert acquired < fence < min(reads)
+
+
+@whole
+def test_each_wait_for_a_grid_is_needed() -> None:
+    """mha_dq's and, at its begin, that of mha_dkv's producer, by a hazard; the consumers' before
+    they store and the producer's at its end by their places, since an early store of other bytes
+    is no hazard to the software GPU."""
+    job = GradJob.of(drawn(MAIN, (40, 9), (37, 5), 1, 1, ctas=1))
+    kernel = loaded(variants(MAIN)["mha_dkv"])
+    program = kernel.program(kernel.entry)
+    places = [
+        line_of(SOURCES / "mha_dkv.py", "compat.pdl_wait()", after)
+        for after in ("def _wait", "self.end(st, count)", "self._note(st, count)")
+    ]
+    waits = mutate.matching(program, "griddepcontrol.wait")
+    assert [program.kernel.source_of(x) for x in waits] == places
+    with (
+        mutate.planted(kernel, kernel.entry, {waits[0].pc: none(waits[0])}),
+        pytest.raises(Hazard, match="griddepcontrol.wait must come first"),
+    ):
+        early(job, 0, kernel=kernel)
+    queries = loaded(variants(MAIN)["mha_dq"])
+    (wait,) = mutate.matching(queries.program(queries.entry), "griddepcontrol.wait")
+    with (
+        mutate.planted(queries, queries.entry, {wait.pc: none(wait)}),
+        using(CHECKED),
+        pytest.raises(Hazard, match="griddepcontrol.wait must come first"),
+    ):
+        job.run(caller(MAIN, mha_dq=queries))
+    opcodes = {x.pc: x.opcode for x in program.kernel.code}
+    (launch,) = (pc for pc, x in opcodes.items() if x == "griddepcontrol.launch_dependents")
+    between = [opcodes[pc] for pc in sorted(opcodes) if waits[1].pc < pc < launch]
+    assert waits[1].pc < launch and not any(x.startswith(("bra", "st.", "ret")) for x in between)
+    stores = [pc for pc, x in opcodes.items() if x.startswith("st.global")]
+    assert waits[2].pc < min(stores)
 
 
 def none(_ins: Instr) -> str:

@@ -27,6 +27,7 @@ from tests.support.on_blackwell import blackwell
 from tests.support.planting import granted, line_of
 
 pytestmark = needs_compiler
+F32 = BLACKWELL.replace("obf16", "of32")
 # A list in two pieces, an empty one, idle entries, sinks, pages of another size than a tile.
 SMALL = SparseShape(
     3, 100, (100, 0), 53, layout="packed", sink=True, style="swings", fixed_overhead=0
@@ -35,9 +36,11 @@ SCHEDULES = [("early", None), ("late", None), ("random", 1)]
 MORE = [(mode, seed) for mode in ("early", "late", "random") for seed in (2, 3, 4, 5)]
 
 
-def right_in(shape: SparseShape, schedules: Sequence[tuple[str, int | None]]) -> None:
+def right_in(
+    shape: SparseShape, schedules: Sequence[tuple[str, int | None]], name: str = BLACKWELL
+) -> None:
     """Right and clean, with the same bits in every schedule."""
-    spec, kernel = kernel_of(BLACKWELL)
+    spec, kernel = kernel_of(name)
     job, found = SparseJob(spec, shape), []
     for mode, seed in schedules:
         with using(Options(asynchronous=mode, seed=seed, hazards="raise")):
@@ -53,11 +56,12 @@ def test_right_and_clean_in_three_schedules() -> None:
 
 
 @pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", [BLACKWELL, F32, GATHER4])
 @pytest.mark.parametrize("heads", [64, 100])
-def test_right_and_clean_in_more_schedules(heads: int) -> None:
+def test_right_and_clean_in_more_schedules(heads: int, name: str) -> None:
     """Lists without tokens in a row, more than the ring has stages, and a longer one than it."""
     lengths = (*6 * (0,), 400, 70, 0, 1)
-    right_in(SparseShape(heads, 400, lengths, 2, layout="row640", style="equal"), MORE)
+    right_in(SparseShape(heads, 400, lengths, 2, layout="row640", style="equal"), MORE, name)
 
 
 # --------------------------------------------------------------------------------------- copies

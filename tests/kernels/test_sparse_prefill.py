@@ -17,7 +17,7 @@ from snapmla import runtime
 from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.testing import selfcheck
 from snapmla.testing.prefill_job import INT_MAX, PrefillJob, Results
-from softgpu import Options, mutate, using
+from softgpu import Hazard, Options, mutate, using
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -298,17 +298,31 @@ def test_a_partial_row_is_a_row_of_its_piece(
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("name", [f"sparse_prefill_r{r}_d576_split_sm90a" for r in (64, 16)])
 def test_the_grid_before_is_waited_for_first(name: str) -> None:
-    """Nothing touches global memory in front of the wait for the grid before.
-
-    The software GPU does not hold what ``cp.async`` reads against that grid.
-    """
-    _, kernel = kernel_of(name)
+    """Nothing touches global memory in front of the wait for the grid before; without the wait
+    copies of KV that this grid makes are found by name, which ``mutate``'s launches do not have."""
+    spec, kernel = kernel_of(name)
     code = kernel.program(kernel.entry).kernel.code
     (wait,) = (ins.pc for ins in code if ins.opcode == "griddepcontrol.wait")
     touching = ("ld.global", "st.global", "red.", "atom.", "cp.async.c", "cp.async.bulk.")
     touch = [ins.pc for ins in code if ins.opcode.startswith(touching)]
     copies = [ins for ins in code if ins.opcode.startswith("cp.async.c")]
     assert copies and min(touch) > wait
+
+    torch.manual_seed(0)
+    job = PrefillJob.draw(spec, 2, spec.row_tile, spec.row_tile, 70)
+    before, behind = job.arguments(), job.arguments()
+    behind["kv"] = before["out"].view(-1, 1, 1024)[..., :576]
+
+    def both() -> None:
+        for given in (before, behind):
+            kernel(*(given[x] for x in kernel.names.arguments))
+
+    with using(CHECKED):
+        both()
+    with mutate.mutant(kernel, kernel.entry, wait), using(CHECKED), pytest.raises(Hazard) as error:
+        both()
+    assert error.value.kind == "early-dependent-access"
+    assert error.value.events[-1].text.startswith("cp.async.c"), str(error.value)
 
 
 def split_arguments(s_q: int, heads: int, topk: int, width: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_clean_and_right(spec: VariantSpec) -> None:
 @pytest.mark.whole_matrix
 @pytest.mark.variants(
     "append_index_k_*_sm100a,index_rows_sm100a,fetch_index_k_*_sm100a,mha_items_sm100a,"
-    "merge_states_*_v128_sm100a,select_topk_*_e8_c1_sm100a",
+    "dsa_prologue_*_sm100a,merge_states_*_v128_sm100a,select_topk_*_e8_c1_sm100a",
     everyday="index_rows_sm100a",
 )
 def test_an_indexers_step_on_sm100_under_schedules(spec: VariantSpec) -> None:

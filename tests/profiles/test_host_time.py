@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 from profiles import host_time
+from tests.support.needs import needs_kernels
 
 
 def test_the_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +36,30 @@ def test_what_stands_for_many_times() -> None:
     assert host_time.usual("decode", times) == 1
     step = host_time.usual(host_time.STEP, times)
     assert step == pytest.approx((149 + 2 * 49) / 198)
+
+
+@needs_kernels
+@pytest.mark.whole_matrix
+def test_calls_of_a_dense_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs, on the software GPU; memory that is given has the gradients that autograd has."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host_time, "HEADS", 1)
+    calls = host_time.prefill_calls(torch.device("cpu"))
+    results: list[Any] = []
+    for name, call in calls.items():
+        if before := getattr(call, "before", None):
+            before()
+        if "backward" in name:
+            results.append(call())
+        else:
+            assert len(host_time.timed(call, 1)) == 1
+    assert len(results) == 3
+    by_autograd, made, given = ([*each] for each in results)
+    by_autograd = [by_autograd[0], by_autograd[1], by_autograd[3], by_autograd[2]]
+    for want, *others in zip(by_autograd, made, given):
+        assert all(torch.equal(want, x) for x in others)
+
+
+def test_gradients_stand_alone() -> None:
+    with pytest.raises(typer.BadParameter, match="no --against"):
+        host_time.main(gradients=True, against=Path())

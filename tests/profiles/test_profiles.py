@@ -31,6 +31,7 @@ from profiles import (
 from profiles.index_step import Step
 from profiles.roofline import FORMATS, Ceilings
 from profiles.shapes import DecodeShape, HelperShape
+from profiles.tables import index_cost
 
 # The ceilings of the hand-made figures below; those on file follow the newest table.
 H200 = dataclasses.replace(
@@ -304,6 +305,29 @@ def test_checks_of_the_indexer_can_fail() -> None:
     assert not index_step.chosen(step, lambda _: positions, False).ok
     scores[3, 5] *= 1.01
     assert not index_step.scored(step, lambda _: scores).ok
+
+
+@pytest.mark.parametrize("s_q", [1, 20])
+def test_scores_that_differ_from_the_first_contenders_are_wrong(s_q: int) -> None:
+    """In any row of a decode step, also where no row is held against float64."""
+    torch.manual_seed(2)
+    b = 8 if s_q == 1 else 1
+    one = index_cost.Logits((index_step.pool_of(16, "cpu"), None), (32, b, s_q, 90))
+    step, scores = one.step, torch.zeros(b * s_q, 90)
+    for row in range(len(scores)):
+        want, _ = index_step.exact(step, step.tables[-1], row)
+        scores[row, : len(want)] = want.float()
+    assert set(index_step.rows_of(step)) == ({0, 2, 4, 7} if s_q == 1 else {0, 6, 12, 19})
+    assert one.check("unit 1", [lambda: scores]) < 1e-6
+    near = scores + 1e-6 * scores.abs().max()
+    assert one.check("DeepGEMM", [lambda: near]) < 1e-5
+    with pytest.raises(ValueError, match="off the first contender's"):
+        one.check("unit 2", [lambda: near])
+    far = scores.clone()
+    far[3, 5] += 1e-4 * scores.abs().max()
+    for name in ("unit 2", "DeepGEMM"):
+        with pytest.raises(ValueError, match="off the first contender's"):
+            one.check(name, [lambda: far])
 
 
 def test_summary_leaves_wrong_rows_out() -> None:

@@ -114,6 +114,47 @@ def test_outcomes_of_other_sources_are_not_taken(
     assert book.outcome(steps[0]) == right and book.outcome(steps[1]) is None
 
 
+def test_launches_are_those_that_are_drawn_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that records them, has passed, and whose variants are built; others stay."""
+    monkeypatch.setattr(prove, "STATE", tmp_path / "book")
+    monkeypatch.setattr(prove, "RECORD", prove_away.ROOT / "build" / "test-prove.md")
+    names = ("passed", "failed", "plain", "stale")
+    steps = [
+        dataclasses.replace(step(), what=name, specs=(name,), recorded=name != "plain")
+        for name in names
+    ]
+    monkeypatch.setattr(prove, "steps", lambda: steps)
+    monkeypatch.setattr(prove_keys, "fresh", lambda step, folder: step.what != "stale")
+    folders = list[Path]()
+
+    def launches(step: Step, folder: Path) -> str:
+        folders.append(folder)
+        return f"of {step.what} here"
+
+    monkeypatch.setattr(prove_keys, "launches", launches)
+    there = {"objects": "1", "launches": "of there"}
+    told = [
+        dataclasses.replace(
+            prove_away.outcome([Ended(Share(each.name, "1", CHECK), 0, "clean", 2.0)], "c0ffee"),
+            executed=there, passed=each.what != "failed",
+        )
+        for each in steps
+    ]  # fmt: skip
+    file = tmp_path / "outcomes.json"
+    file.write_text(json.dumps([dataclasses.asdict(o) for o in told]))
+    result = CliRunner().invoke(prove_away.app, ["take", str(file)])
+    assert "4 outcomes taken" in result.output, result.output
+    book = Book(tmp_path / "book")
+    found = {each.what: book.outcome(each) for each in steps}
+    executed = {name: outcome.executed for name, outcome in found.items() if outcome is not None}
+    assert executed == {n: there for n in names} | {
+        "passed": {"objects": "1", "launches": "of passed here"}
+    }
+    assert folders == [prove_away.ROOT / "build" / "variants"]
+
+
 def test_what_is_not_built_from_these_sources_is_not_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ def assert_bytes_of_nobody(job: RecordJob, kernel: Any) -> None:
 
 
 def _of_nobody(job: RecordJob, cache: Tensor, indices: Tensor) -> Tensor:
-    """Which bytes of ``whole_pages`` no named token has."""
+    """Bytes of ``whole_pages`` that no named token has."""
     whole, p = torch.ones_like(whole_pages(cache), dtype=torch.bool), cache.shape[1]
     mask = whole.as_strided(cache.shape, cache.stride())
     slots = indices[(indices >= 0) & (indices < cache.shape[0] * p)].long()

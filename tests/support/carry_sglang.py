@@ -27,7 +27,7 @@ LEFT_OUT = ("multimodal_gen", "test", "benchmark", "cli")  # folders of the pack
 
 
 def of_release(path: Path) -> bool:
-    """Whether a file of the release is packed, by its path in the release."""
+    """True if a file of the release is packed, by its path in the release."""
     return path.suffix != ".so" and not (path.parts[1:] and path.parts[1] in LEFT_OUT)
 
 

@@ -24,7 +24,7 @@ SYSROOT = Path("/usr/aarch64-linux-gnu")
 
 
 def home() -> Path:
-    """Where the wheel is unpacked."""
+    """Folder that the wheel is unpacked in."""
     version = importlib.metadata.version(FFI)
     cache = env.cache_home() or Path(tempfile.gettempdir())
     return cache / "snapmla" / "aarch64" / f"{FFI}-{version}"

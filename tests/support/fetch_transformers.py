@@ -24,7 +24,7 @@ OLDER_HUB = ("5.17.0", "5.18.0")  # want huggingface_hub 1
 
 
 def home() -> Path:
-    """Where releases are kept; ``SNAPMLA_TRANSFORMERS`` names another folder."""
+    """Folder that releases are kept in; ``SNAPMLA_TRANSFORMERS`` names another folder."""
     if os.environ.get("SNAPMLA_TRANSFORMERS"):
         return Path(os.environ["SNAPMLA_TRANSFORMERS"])
     return (env.cache_home() or Path(tempfile.gettempdir())) / "snapmla" / "transformers"

@@ -1,4 +1,4 @@
-"""How engines call the module ``flash_mla``: forms of calls, as they stand in named commits.
+"""Calls of the module ``flash_mla`` by engines: their forms, as they stand in named commits.
 
 A form is a function, what is given by place and what by name.  Values are of the step that replays
 them.

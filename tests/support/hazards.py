@@ -60,7 +60,7 @@ class Case:
         return launch(body, [buffer], options=options, **{"block": 64, **self.launch})
 
     def describes(self, error: SoftGpuError) -> bool:
-        """Whether a report is the one that the broken program should give."""
+        """True if a report is the one that the broken program should give."""
         if not isinstance(error, Hazard):
             return False
         texts = [e.text for e in error.events]

@@ -54,7 +54,7 @@ class Step:
         self.q = torch.randn(len(lengths), s_q, heads, 576).bfloat16()
 
     def decode(self, pair: names.Pair, **extra: object) -> names.Pair:
-        """As the framework calls it: keywords, views of the pool."""
+        """Call as the framework makes it: keywords, views of the pool."""
         q_nope, q_scale, q_rope = names.quantize_ckv_per_token_head(self.q, 512)
         arguments = {
             "q_nope": q_nope, "q_rope": q_rope,

@@ -130,7 +130,7 @@ def at(error: softgpu.SoftGpuError, kind: type[Exception], source: str, text: st
 
 
 def granted(wait: Instr) -> str:
-    """In place of an mbarrier's try_wait: it succeeds at once."""
+    """Stands for an mbarrier's try_wait: it succeeds at once."""
     done = wait.args[0]
     assert isinstance(done, Reg)
     return f"setp.eq.u32 {done.name.split('@')[0]}, 0, 0"

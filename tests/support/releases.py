@@ -42,7 +42,7 @@ class Engine:
     wanted: Callable[[str], bool] = lambda _: True
 
     def home(self) -> Path:
-        """Where releases are kept."""
+        """Folder that releases are kept in."""
         if os.environ.get(self.variable):
             return Path(os.environ[self.variable])
         return (env.cache_home() or Path(tempfile.gettempdir())) / "snapmla" / self.name

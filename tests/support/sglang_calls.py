@@ -147,7 +147,7 @@ class Case:
         raise NotImplementedError
 
     def want(self) -> Tensor:
-        """In float64."""
+        """Truth in float64."""
         raise NotImplementedError
 
     def metadata(self) -> None:

@@ -456,7 +456,7 @@ def refused(call: Callable[[], Any], kind: type[Exception] = ValueError) -> None
 
 
 def blackwell() -> None:
-    """On SM100: its kernels, and multi-head prompts by SGLang's fa4."""
+    """Runs on SM100: its kernels, and multi-head prompts by SGLang's fa4."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     there = {"fa3": None, "fa4": MultiHead}

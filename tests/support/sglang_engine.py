@@ -32,7 +32,7 @@ SLACK = 1.15
 
 
 class MultiHead:
-    """In the place of SGLang's ``fa3``: attention over K and V by torch."""
+    """Backend in the place of SGLang's ``fa3``: attention over K and V by torch."""
 
     def __init__(self, model_runner: Any) -> None:
         self.kv_cache_dtype_str = model_runner.kv_cache_dtype_str
@@ -80,7 +80,7 @@ def settings(**fields: Any) -> Iterator[None]:
 
 
 def device() -> str:
-    """Where all tensors are."""
+    """Device of all tensors."""
     return torch.get_default_device().type
 
 

@@ -14,7 +14,7 @@ Shard = tuple[snapmla.PagedKVCache, Tensor, Tensor]  # cache, block_table, cache
 
 
 def own_tokens(count: int, rank: int, ranks: int, interleave: int) -> int:
-    """How many of the first ``count`` tokens are a rank's (docs/integration.md)."""
+    """Number of the first ``count`` tokens that are a rank's (docs/integration.md)."""
     turns, rest = divmod(max(count, 0), interleave * ranks)
     return turns * interleave + min(max(rest - rank * interleave, 0), interleave)
 

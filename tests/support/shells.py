@@ -60,7 +60,7 @@ class _Shell(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Behind all others: it is asked for what is not installed."""
+    """Finder behind all others: it is asked for what is not installed."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)

@@ -73,7 +73,7 @@ class Trial:
 
     @property
     def native(self) -> bool:
-        """Whether the cache is this library's own."""
+        """True if the cache is this library's own."""
         return self.kind == "sparse" or self.kind.startswith("fp8")
 
     def below(self, n: int) -> int:

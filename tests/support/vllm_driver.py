@@ -378,7 +378,7 @@ def sparse_models(engine: Engine) -> None:
 
 
 def blackwell() -> None:
-    """On SM100: vLLM's selector takes the backend, whose decode runs that card's kernels."""
+    """Runs on SM100: vLLM's selector takes the backend, whose decode runs that card's kernels."""
     from vllm.platforms.interface import DeviceCapability
 
     with on_blackwell.blackwell():

@@ -42,7 +42,7 @@ def with_past(**options: Any) -> Engine:
 
 @contextlib.contextmanager
 def queries() -> Iterator[list[bool]]:
-    """Whether each call of sparse decode had its query in two tensors."""
+    """Per call of sparse decode, true if its query came in two tensors."""
     from snapmla.integrations.vllm import sparse
 
     seen, call = [], sparse.sparse_decode

@@ -30,7 +30,7 @@ WHEEL = "snapmla_as_flash_mla"  # its module
 
 
 def release() -> Finding:
-    """Which LMDeploy is installed."""
+    """Release of LMDeploy that is installed."""
     try:
         found = importlib.metadata.version("lmdeploy")
     except importlib.metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def names() -> Iterator[Finding]:
 
 
 def switch() -> Iterator[Finding]:
-    """Whether ``import flash_mla`` is ours in the engine's processes."""
+    """Finding on ``import flash_mla``: if it is ours in the engine's processes."""
     name = env.AS_FLASH_MLA.name
     if importlib.util.find_spec(WHEEL) is None:
         yield Finding(

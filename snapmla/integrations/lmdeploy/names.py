@@ -60,7 +60,7 @@ def install(tensors: bool) -> types.ModuleType:
 
 
 def calls() -> int:
-    """How many calls ours has computed in this process."""
+    """Number of calls that ours has computed in this process."""
     module = sys.modules.get(naming.NAME)
     found = [getattr(module, kind.ours_is, None) for kind in KINDS]
     return sum(each.calls for each in found if isinstance(each, Name))

@@ -25,7 +25,7 @@ GROUP = "sglang.srt.plugins"
 
 
 def release() -> Finding:
-    """Which SGLang is installed."""
+    """Release of SGLang that is installed."""
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def not_served() -> Finding:
 
 
 def flashmla_names() -> Finding:
-    """Whether FlashMLA's names inside of SGLang become ours."""
+    """Finding on FlashMLA's names: if those inside of SGLang become ours."""
     name = env.SGLANG_FLASHMLA.name
     if not env.SGLANG_FLASHMLA.enabled():
         off = "DeepSeek-V4 and other models that call FlashMLA run on SGLang's kernels"

@@ -240,7 +240,7 @@ class SnapMLABackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: Any,
     ) -> Any:
-        """As ``forward_decode``; multi-head attention is another backend's."""
+        """Like ``forward_decode``; multi-head attention is another backend's."""
         if layer.v_head_dim != KV_LORA_RANK:
             if self.multi_head is None:
                 raise RuntimeError("snapmla: a draft's step has no multi-head attention")

@@ -71,7 +71,7 @@ def register() -> bool:
 
 
 def refused() -> str | None:
-    """Why the names stay SGLang's, if they do."""
+    """Reason why the names stay SGLang's, if they do."""
     name = env.SGLANG_FLASHMLA.name
     if surface.known_release() is None:
         return f"{name}=1 is for sglang {' and '.join(sorted(surface.recorded()))}"
@@ -81,7 +81,7 @@ def refused() -> str | None:
 
 
 def calls() -> int:
-    """How many calls ours has computed in this process."""
+    """Number of calls that ours has computed in this process."""
     return sum(hook.calls for hook in _registered.values())
 
 
@@ -94,7 +94,7 @@ class Hook:
 
     @property
     def calls(self) -> int:
-        """As of ``flashmla_switch.Name``."""
+        """Calls, as of ``flashmla_switch.Name``."""
         return 0 if self.name is None else self.name.calls
 
     def __call__(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -104,7 +104,7 @@ class Hook:
 
 
 def deterministic() -> bool:
-    """Whether this process's server was asked for results that do not depend on the batch."""
+    """True if this process's server was asked for results that do not depend on the batch."""
     from sglang.srt.runtime_context import get_exec
 
     return bool(get_exec().deterministic.enable_deterministic_inference)

@@ -103,7 +103,7 @@ def page_size(original: Any, view: Any) -> dict[str, Any]:
 
 
 def _asked_for() -> bool:
-    """Whether this process's server asks for the backend."""
+    """True if this process's server asks for the backend."""
     return BACKEND in attention_backends()
 
 

@@ -25,7 +25,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class SnapMLATokenToKVPool(MLATokenToKVPool):
-    """In the place of ``MLATokenToKVPool``, which see for arguments.
+    """Pool in the place of ``MLATokenToKVPool``, which see for arguments.
 
     Raises:
         ValueError: at construction, for pages or dtypes that are not served.
@@ -52,7 +52,7 @@ class SnapMLATokenToKVPool(MLATokenToKVPool):
         self.caches = [self._cache(*each) for each in buffers]
 
     def _memory(self) -> Any:
-        """Where SGLang wants allocations to come from."""
+        """Pool from which SGLang wants allocations to come from."""
         pool = self.custom_mem_pool
         return torch.cuda.use_mem_pool(pool) if pool else nullcontext()
 

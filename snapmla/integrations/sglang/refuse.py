@@ -107,7 +107,7 @@ SETTINGS = (
 
 
 def asked_for(view: Any) -> bool:
-    """Whether a server's settings name the backend."""
+    """True if a server's settings name the backend."""
     return BACKEND in (
         view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend
     )  # fmt: skip

@@ -138,7 +138,7 @@ def recorded() -> dict[str, Surface]:
 
 
 def installed() -> str | None:
-    """Which release of SGLang is installed."""
+    """Release of SGLang that is installed."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:

@@ -216,7 +216,7 @@ class Pool:
         return self._packed
 
     def has_pads(self) -> bool:
-        """Whether any position seen is a pad.  Waits for the device, once a step."""
+        """True if any position seen is a pad.  Waits for the device, once a step."""
         if self._pads is None:
             self._pads = not bool((self.slot_of[:, : self.seen] >= 0).all())
         return self._pads

@@ -52,12 +52,12 @@ def attention(
 
 
 def dense_heads(of: Any) -> bool:
-    """Whether ``mha_prefill`` has kernels for the heads of a layer or a configuration."""
+    """True if ``mha_prefill`` has kernels for the heads of a layer or a configuration."""
     return (of.qk_nope_head_dim, of.v_head_dim) == (NOPE, D_V)
 
 
 def serves(module: Any, query: Tensor, sparse: bool) -> bool:
-    """Whether the kernels are there for a prompt; if they should be and are not, says so once."""
+    """True if the kernels are there for a prompt; if they should be and are not, says so once."""
     if not query.is_cuda or not (sparse or dense_heads(module)):
         return False
     if query.dtype not in ((torch.bfloat16,) if sparse else (torch.bfloat16, torch.float16)):

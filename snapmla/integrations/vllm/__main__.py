@@ -30,7 +30,7 @@ INSTEAD = ": elsewhere vLLM's own FLASHMLA_SPARSE serves these models"
 
 
 def release() -> Finding:
-    """Which vLLM is installed."""
+    """Release of vLLM that is installed."""
     try:
         found = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +71,7 @@ def not_served() -> Finding:
 
 
 def flashmla_names() -> Finding:
-    """Whether FlashMLA's names inside of vLLM become ours."""
+    """Finding on FlashMLA's names: if those inside of vLLM become ours."""
     name, known = env.VLLM_FLASHMLA.name, " and ".join(sorted(surface.recorded()))
     if not env.VLLM_FLASHMLA.enabled():
         off = "DeepSeek-V4 and other models that call FlashMLA run on vLLM's kernels"
@@ -82,7 +82,7 @@ def flashmla_names() -> Finding:
 
 
 def entry_point() -> Finding:
-    """Whether vLLM's processes will find the plugin."""
+    """Finding on the plugin in vLLM's processes."""
     return findings.entry_point(GROUP, "VLLM_PLUGINS")
 
 

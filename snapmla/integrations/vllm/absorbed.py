@@ -47,7 +47,7 @@ def _by_token(q: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -
 
 
 def keep(layer: Any) -> None:
-    """From its next step on the layer's absorbed queries lie by token.  May be called again."""
+    """Keeps the layer's absorbed queries by token from its next step on.  May be called again."""
     weight = getattr(layer, NAME, None)
     if isinstance(weight, torch.Tensor) and weight.ndim == 3 and not isinstance(weight, ByToken):
         setattr(layer, NAME, ByToken(weight.data, requires_grad=False))

@@ -233,7 +233,7 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
     def _local_limits(
         self, total: torch.Tensor, query_start: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        """How many of this rank's cached tokens each query token sees, int32 (tokens,).
+        """Number of this rank's cached tokens that each query token sees, int32 (tokens,).
 
         Query token j of n sees the first L - (n - 1 - j) of a request's L tokens, of which this
         rank holds those of its turns.
@@ -398,7 +398,7 @@ class _Operators:
             self._thread.source = None
 
     def _fetch(self, begins: str, named: dict[str, Any]) -> bool:
-        """Whether the rows were ours to fetch; ``begins``: what the operator calls cu_seqlens."""
+        """True if the rows were ours to fetch; ``begins``: what the operator calls cu_seqlens."""
         source = getattr(self._thread, "source", None)
         if source is not None:
             fetch.fetch_dequant(

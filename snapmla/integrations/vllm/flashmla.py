@@ -67,13 +67,13 @@ def install() -> bool:
 
 
 def installed() -> bool:
-    """Whether FlashMLA's names are ours in this process."""
+    """True if FlashMLA's names are ours in this process."""
     module = sys.modules.get(MODULE)
     return any(isinstance(getattr(module, name, None), _OfVLLM) for name in _KINDS)
 
 
 def calls() -> int:
-    """How many calls ours has computed in this process."""
+    """Number of calls that ours has computed in this process."""
     module = sys.modules.get(MODULE)
     found = [getattr(module, name, None) for name in _KINDS]
     return sum(each.calls for each in found if isinstance(each, _OfVLLM))

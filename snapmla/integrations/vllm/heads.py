@@ -83,7 +83,7 @@ def _replace(module: ModuleType) -> None:
     theirs = there.__func__
 
     def heads(*given: Any) -> int:
-        """As vLLM's; a class stands before the number where it is a method of the class."""
+        """Heads as vLLM's; a class stands before the number where it is a method of the class."""
         *classes, count = given
         padding = int(theirs(*given))
         ours = count < padding and classes in ([], [layer]) and served(count, cache)
@@ -94,7 +94,7 @@ def _replace(module: ModuleType) -> None:
 
 
 def served(heads: int, cache: str) -> bool:
-    """Whether our kernels take these heads here, in layers that are made now.
+    """True if our kernels take these heads here, in layers that are made now.
 
     Not in batch-invariant mode, where vLLM's kernel runs, and not where ranks of a context-parallel
     group hold parts of a sequence: vLLM gathers heads there and compares what both pad to.
@@ -139,7 +139,7 @@ def taken(told: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def fits(told: Mapping[str, Any]) -> bool:
-    """Whether a call's heads are such that vLLM's kernel takes them; dense ones' always are."""
+    """True if a call's heads are such that vLLM's kernel takes them; dense ones' always are."""
     q = told.get("q")
     sparse = "kv" in told or told.get("indices") is not None
     return not (isinstance(q, Tensor) and q.ndim > 1 and sparse) or q.shape[-2] in taken(told)

@@ -53,7 +53,7 @@ Arguments = Mapping[str, Any]
 
 
 def serve(indexer: Any) -> None:
-    """From now on ours chooses the tokens of this layer's indexer, in this process.
+    """Lets ours choose from now on the tokens of this layer's indexer, in this process.
 
     Raises:
         ValueError: its keys or choices are of another kind.
@@ -152,7 +152,7 @@ def _check(given: Arguments) -> None:
 
 
 def _nobody_reads(given: Arguments, steps: Mapping[str, Any]) -> bool:
-    """Whether the step's prompts are short enough for dense attention, which needs no choice.
+    """True if the step's prompts are short enough for dense attention, which needs no choice.
 
     vLLM says so of a layer where that is the way of the whole step; never in a graph, whose replays
     may be of other steps.
@@ -172,7 +172,7 @@ def _is_full_graph() -> bool:
 
 
 class Counts(NamedTuple):
-    """Where a step's choices are slots: how many each query token has.
+    """Numbers of slots that each query token has, if a step's choices are slots.
 
     Attributes:
         memory: int32 (tokens,) or more; None: choices are positions.
@@ -301,7 +301,7 @@ def _prompt(rows: Rows, chunk: Any, ranks: Ranks | None) -> None:
 
 
 def _requests(chunk: Any) -> torch.Tensor:
-    """Which of the chunk's requests each of its query tokens belongs to, int64."""
+    """Request of the chunk that each of its query tokens belongs to, int64."""
     begins = chunk.cu_seq_lens if chunk.local_cu_seq_lens is None else chunk.local_cu_seq_lens
     if chunk.num_reqs == 1:
         return torch.zeros(len(chunk.cu_seqlen_ks), dtype=torch.long, device=begins.device)
@@ -309,7 +309,7 @@ def _requests(chunk: Any) -> torch.Tensor:
 
 
 def _bounds(chunk: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(where each request's query tokens begin, and their end; tokens that its last one sees).
+    """(first query token of each request, and the end; tokens that its last one sees).
 
     vLLM gives a query token the range [ks, ke) of keys that were copied side by side: all of a
     request have the ks where its keys begin, and ke - ks counts what they see, one more each.

@@ -41,7 +41,7 @@ def serve(device: torch.device) -> bool:
 
 
 def depends_on_rows(fused: Norm, device: torch.device) -> bool:
-    """Whether rows come out otherwise within ``MANY`` than within ``FEW``.
+    """True if rows come out otherwise within ``MANY`` than within ``FEW``.
 
     Args:
         fused: (input, residual, weight, epsilon), both of the first in place.

@@ -75,7 +75,7 @@ class SnapMLAPrefillBackend(MLAPrefillBackend):
     def run_prefill_context_chunk(
         self, *, q: torch.Tensor, k: torch.Tensor | KeyParts, v: torch.Tensor, **of_release: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As above without a mask -> (out, LSE (h, tokens)).
+        """Same as above without a mask -> (out, LSE (h, tokens)).
 
         A release says ``chunk``, of whose requests q has the tokens, and perhaps ``out`` (0.33), or
         ``chunk_idx``, and q has all tokens of the step (0.26).

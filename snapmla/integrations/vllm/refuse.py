@@ -54,7 +54,7 @@ def model(vllm_config: Any) -> None:
 
 
 def cache_dtype(given: str | None, served: Sequence[str]) -> str | None:
-    """Why a cache dtype is not served, in a sentence that names the right one; None if it is.
+    """Reason why a cache dtype is not served, a sentence with the right one; None if it is.
 
     Args:
         given: ``--kv-cache-dtype``; None: nobody said which.
@@ -83,7 +83,7 @@ def draft(vllm_config: Any) -> None:
 
 
 def drafts_on_vllms(vllm_config: Any) -> bool:
-    """Whether a model's own draft layer has the attention backend that vLLM chooses."""
+    """True if a model's own draft layer has the attention backend that vLLM chooses."""
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     return getattr(speculative, "method", None) == "mtp" and speculative.attention_backend is None
 
@@ -146,7 +146,7 @@ def layer(name: str, found: Any, known: type) -> None:
 
 
 def _unknown(found: Any, known: type) -> str | None:
-    """Why nobody knows how the layer writes its cache, or None."""
+    """Reason why nobody knows how the layer writes its cache, or None."""
     if not isinstance(found, known):
         return f"is no {known.__name__}"
     for method in WRITERS:

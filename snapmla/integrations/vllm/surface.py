@@ -195,7 +195,7 @@ def recorded() -> dict[str, Surface]:
 
 
 def installed() -> str | None:
-    """Which release of vLLM is installed."""
+    """Release of vLLM that is installed."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

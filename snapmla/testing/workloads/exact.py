@@ -83,7 +83,7 @@ class Case:
 
 
 class Runner(NamedTuple):
-    """Where a case runs: its torch device, and ``call(variant, **arguments)``."""
+    """Runner of a case: its torch device, and ``call(variant, **arguments)``."""
 
     device: str
     call: Callable[..., None]

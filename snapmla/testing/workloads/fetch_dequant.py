@@ -59,7 +59,7 @@ def _slots(
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
-    """In every layout, where pages that nobody asks for are NaN; rows joint or apart."""
+    """Calls in every layout, where pages that nobody asks for are NaN; rows joint or apart."""
     dtype, lengths = DTYPES[spec.in_dtype], (20, 0, 33)
     made: dict[str, tuple[PagedKVCache, Tensor, Tensor]] = {}
     page_size = 16

@@ -133,5 +133,6 @@ def delta_tables(spec: VariantSpec, sizes: Sizes, device: str) -> dict[str, Any]
     lq, lk = (sizes.s_q,) * sizes.batch, (sizes.tokens,) * sizes.batch
     return {
         "cu_seqlens_q": offsets(lq).to(device), "work": work_of(lq, lk, True).to(device),
+        "key_work": work_of(lk, lq, False).to(device),
         "tiles": most_tiles(sum(lq), len(lq)),
     }  # fmt: skip

@@ -20,13 +20,13 @@ ALLOWED = 1e-5  # of 128 products in fp32, to the sum of their magnitudes
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
-    """As ``delta_jobs``."""
+    """Like ``delta_jobs``."""
     for job in delta_jobs(spec):
         yield Call(job.of_delta(), {"stats": "stats"}, job=job)
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
-    """Beside fp64: NaN and infinities where they belong, what no sequence has untouched."""
+    """Judges beside fp64: NaN and infinities where they belong, what no sequence has untouched."""
     off, wrong = 0.0, 0
     for call in calls:
         job: GradJob = call.job

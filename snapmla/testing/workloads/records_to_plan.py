@@ -114,7 +114,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """As many parts, which begin with some sequence's first tile."""
+    """Same number of parts, which begin with some sequence's first tile."""
     source, b, parts = Source(device, seed), sizes.batch, sizes.parts
     shapes = _shapes(b, parts, 1)
     return {

@@ -116,7 +116,7 @@ def filled_rows(
     *,
     strided: bool = False,
 ) -> tuple[PagedKVCache, Tensor, Tensor]:
-    """As ``filled_cache``, of 16 bits."""
+    """Like ``filled_cache``, of 16 bits."""
     pool, table = shuffled_table(lengths, page_size)
     cache = poisoned_rows(pool, page_size, dtype, heads, strided=strided)
     for i, n in enumerate(lengths):
@@ -128,7 +128,7 @@ def filled_rows(
 def filled_bytes(
     fmt: str, lengths: tuple[int, ...], page_size: int, *, strided: bool = False
 ) -> tuple[PagedKVCache, Tensor, Tensor]:
-    """As ``filled_cache``, of a format of bytes; with scales of any size, of fp32 ones 0 beside NaN
+    """Like ``filled_cache``, of a byte format; with scales of any size, of fp32 ones 0 beside NaN
     content too."""
     record = FORMATS[fmt]
     pool, table = shuffled_table(lengths, page_size)
