@@ -53,8 +53,8 @@ def cases(folder: Path, old: bool) -> list[Case]:
 
 
 def environment(case: Case, old: Path | None) -> tuple[Path, dict[str, str]]:
-    """Folder that a case's process runs in, and its settings: package and variants of the older checkout
-    for ``OLD``, the study of this one."""
+    """Folder that a case's process runs in, and its settings: package and variants of the older
+    checkout for ``OLD``, the study of this one."""
     settings = os.environ | {"PYTHONUNBUFFERED": "1"}
     if case.name != OLD or old is None:
         return ROOT, settings
