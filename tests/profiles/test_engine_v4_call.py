@@ -80,9 +80,10 @@ def test_uncut_lists_have_the_same_results(
     monkeypatch.setattr(v4_call, "sparse_decode", kept)
     v4_call.uncut(way, drawn)()
     (out, _), lists = found[0], drawn.sets[0]
-    assert lists.second is not None
+    lengths = drawn.lengths["drawn"][1]
+    assert lists.second is not None and lengths is not None
     for t in range(SHAPE.tokens):
-        entries = lists.second[t, 0, : int(drawn.lengths["drawn"][1][t])].long()
+        entries = lists.second[t, 0, : int(lengths[t])].long()
         kv = torch.cat((stored(drawn.caches[0], lists.first[t, 0].long()),
                         stored(drawn.caches[1], entries)))  # fmt: skip
         weights = (drawn.q[t, 0].double() @ kv.T * sparse_v4_cost.SCALE).softmax(-1)
