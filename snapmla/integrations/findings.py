@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
+import typer
 
 from dsl_kernels.cache_records import ds_mla, v4
 from dsl_kernels.families import ARCHS
@@ -15,7 +16,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import env, runtime
 from snapmla.dispatch.model import Model
 from snapmla.dispatch.needs import needs
-from snapmla.errors import VariantError
+from snapmla.errors import SnapMLAError, VariantError
 
 PADDED = (64, 128)  # heads of FlashMLA's kernels
 
@@ -29,6 +30,22 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         mark = {True: "ok     ", None: "maybe  ", False: "MISSING"}[self.ok]
         return f"{mark} {self.text}"
+
+
+def told(looks: Iterable[Finding]) -> NoReturn:
+    """Prints findings as they come and exits: with code 1 if one of them is not ok.
+
+    An error of ours, or of a variable without meaning, is the last of them.
+    """
+    found: list[Finding] = []
+    try:
+        for finding in looks:
+            found.append(finding)
+            typer.echo(finding)
+    except (SnapMLAError, ValueError) as error:
+        found.append(Finding(False, str(error)))
+        typer.echo(found[-1])
+    raise typer.Exit(any(finding.ok is False for finding in found))
 
 
 def entry_point(group: str, filter_name: str) -> Finding:
@@ -89,14 +106,22 @@ def kernels(specs: list[VariantSpec], arch: str) -> Iterator[Finding]:
         yield Finding(True, f"{len(specs)} kernels are built: {_ops(specs)}")
 
 
-def behind_flashmla(heads: tuple[int, ...] = PADDED) -> list[VariantSpec]:
-    """Kernels behind FlashMLA's names (SM90); ``heads``: of the engine's calls, by default those
-    that layers pad to."""
+def behind_flashmla(
+    heads: tuple[int, ...] = PADDED, dense: tuple[int, ...] = ()
+) -> list[VariantSpec]:
+    """Kernels behind FlashMLA's names (SM90).
+
+    Args:
+        heads: of the engine's calls; by default those that layers pad to.
+        dense: of its calls of dense decode, if those have others.
+    """
     models = (
         Model(heads, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
         for cache in (ds_mla.FORMAT, v4.RECORD.name)
     )
-    found = [spec for model in (*models, Model(heads, dtype="bf16")) for spec in needs(model)]
+    found = [
+        spec for model in (*models, Model(dense or heads, dtype="bf16")) for spec in needs(model)
+    ]
     around = ("append_kv", "fetch_dequant")  # which engines do by themselves
     return list(dict.fromkeys(spec for spec in found if spec.op not in around))
 

@@ -89,18 +89,18 @@ class Name:
         """Logs the first call of a layer's method and format."""
         while caller.f_back is not None and caller.f_globals.get("__name__") in self.through:
             caller = caller.f_back
-        what = self.what(told)
-        key = caller.f_code, what
-        if key in self._said:
+        kind = self.kind(told)
+        if (caller.f_code, kind) in self._said:
             return
-        self._said.add(key)
+        self._said.add((caller.f_code, kind))
         layer = caller.f_locals.get("self")
-        kind = caller.f_globals.get("__name__") if layer is None else type(layer).__qualname__
+        who = caller.f_globals.get("__name__") if layer is None else type(layer).__qualname__
         name = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
         if name is None:
             number = getattr(caller.f_locals.get("layer"), "layer_id", None)
             name = None if number is None else f"layer {number}"
-        self.log.info("snapmla: %s%s: %s", kind, f" ({name})" if name else "", what)
+        where = f" ({name})" if name else ""
+        self.log.info("snapmla: %s%s: %s", who, where, self.what(*kind))
 
     def reason(self, told: Told) -> str | None:
         """Reason why the engine's kernel runs, of what can be told before a call."""
@@ -112,8 +112,12 @@ class Name:
         """What our function returns of a call's arguments; it may change ``told``."""
         raise NotImplementedError
 
-    def what(self, told: Told) -> str:
-        """The kind of a call, for the log."""
+    def kind(self, told: Told) -> tuple[Any, ...]:
+        """A call's kind, as ``what`` takes it: two calls of one kind are the same to the log."""
+        raise NotImplementedError
+
+    def what(self, *kind: Any) -> str:
+        """The log's text of a kind."""
         raise NotImplementedError
 
 
@@ -146,14 +150,26 @@ class Decode(Name):
         told.pop("enable_batch_invariant", None)
         return flash_mla.flash_mla_with_kvcache(**told)
 
-    def what(self, told: Told) -> str:
-        q, cache, second = told["q"], told["k_cache"], told.get("extra_k_cache")
+    def kind(self, told: Told) -> tuple[Any, ...]:
+        q, second = told["q"], told.get("extra_k_cache")
         if told.get("indices") is None:
-            return f"dense decode, {str(q.dtype).removeprefix('torch.')}, {q.shape[2]} heads"
-        known = FORMATS.get(cache.shape[-1], f"{cache.shape[-1]} bytes a token")
-        pages = "" if second is None else f", a second cache of pages of {second.shape[1]} tokens"
-        sinks = "" if told.get("attn_sink") is None else ", sinks"
-        return f"sparse decode, {known}, {q.shape[2]} heads{pages}{sinks}"
+            return q.shape[2], q.dtype
+        page = None if second is None else second.shape[1]
+        return q.shape[2], self.rows(told), page, told.get("attn_sink") is not None
+
+    def rows(self, told: Told) -> str | int:
+        """The format of a sparse call's cache, or how many bytes a token has."""
+        width = told["k_cache"].shape[-1]
+        return FORMATS.get(width, width)
+
+    def what(self, *kind: Any) -> str:
+        heads, rows, *sparse = kind
+        if not sparse:
+            return f"dense decode, {str(rows).removeprefix('torch.')}, {heads} heads"
+        page, sinks = sparse
+        known = rows if isinstance(rows, str) else f"{rows} bytes a token"
+        second = "" if page is None else f", a second cache of pages of {page} tokens"
+        return f"sparse decode, {known}, {heads} heads{second}{', sinks' if sinks else ''}"
 
 
 def schedule_of(theirs: Any) -> Any:
@@ -180,6 +196,9 @@ class Prefill(Name):
     def ours(self, told: dict[str, Any]) -> Any:
         return flash_mla.flash_mla_sparse_fwd(**told)
 
-    def what(self, told: Told) -> str:
-        q = told["q"]
-        return f"sparse attention of prompts, rows of {q.shape[2]} channels, {q.shape[1]} heads"
+    def kind(self, told: Told) -> tuple[Any, ...]:
+        return tuple(told["q"].shape[1:])
+
+    def what(self, *kind: Any) -> str:
+        heads, channels = kind
+        return f"sparse attention of prompts, rows of {channels} channels, {heads} heads"

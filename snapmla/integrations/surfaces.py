@@ -11,14 +11,18 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from snapmla.integrations import source
 
-Surface = dict[str, list[str] | bool]
+Value = list[str] | bool
+Surface = dict[str, Value]
 
 
-def described(name: str) -> list[str] | bool:
+def described(name: str) -> Value:
     """What is there by a name, which is imported."""
     module, _, path = name.partition(":")
     path, _, mentioned = path.partition("@")
@@ -48,7 +52,7 @@ def described(name: str) -> list[str] | bool:
         return True
 
 
-def read_source(name: str) -> list[str] | bool:
+def read_source(name: str) -> Value:
     """``described`` of what is written in a file of the engine's, which is not imported.
 
     A model's module may want libraries that are not here, or a GPU.
@@ -59,14 +63,39 @@ def read_source(name: str) -> list[str] | bool:
     return source.parameters(node) if isinstance(node, source.Function) else True
 
 
-def adds(got: list[str] | bool, wanted: list[str] | bool) -> bool:
+def adds(got: Value, wanted: Value) -> bool:
     """True if parameters are those that are known and others behind them, or nothing was needed."""
     if isinstance(got, list) and isinstance(wanted, list):
         return got[: len(wanted)] == wanted
     return wanted is False
 
 
-def text(value: list[str] | bool) -> str:
+def differences(
+    found: Surface, known: Surface, may_do: Callable[[str, Value, Value], bool]
+) -> list[tuple[bool | None, str]]:
+    """Differences of ``found`` from ``known``: (None if it may do, else False; a sentence).
+
+    Args:
+        may_do: of a name, what is found and what is known, whether it may do nevertheless.
+    """
+    said: list[tuple[bool | None, str]] = []
+    for name, wanted in known.items():
+        got = found.get(name, False)
+        if got == wanted or adds(got, wanted):
+            continue
+        fine = None if may_do(name, got, wanted) else False
+        said.append((fine, f"{name}: {text(wanted)} is {text(got)} here"))
+    return said
+
+
+def keep(record: Path, release: str, found: Surface) -> None:
+    """Writes what a release has into the record of an engine's releases, which may be new."""
+    records = json.loads(record.read_text()) if record.exists() else {}
+    records[release] = found
+    record.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+
+
+def text(value: Value) -> str:
     """Words of it in a sentence."""
     if isinstance(value, list):
         return f"({', '.join(value)})"

@@ -179,6 +179,25 @@ def test_a_process_that_calls_nothing_says_so_once(
     assert lines_of(caplog) == [f"snapmla: {first_step.SENTENCE}"]
 
 
+@pytest.mark.parametrize("missing", ["method", "module"])
+def test_a_first_step_that_cannot_be_looked_at_leaves_the_names(
+    missing: str, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a release that has the method elsewhere: calls are ours, and the log says it."""
+    if missing == "method":
+        del engine.update_step_context
+    else:
+        monkeypatch.delattr(sys.modules["lmdeploy.pytorch.backends.cuda"], "op_backend")
+        monkeypatch.delitem(sys.modules, "lmdeploy.pytorch.backends.cuda.op_backend")
+    with caplog.at_level(logging.INFO, names.LOGGER):
+        module = lmdeploy.install()
+    assert isinstance(module.flash_mla_with_kvcache, names.Name)
+    assert sys.modules["flash_mla"] is module
+    (line,) = lines_of(caplog)
+    assert line.startswith("snapmla: the first step is not looked at: ")
+    assert ("update_step_context" if missing == "method" else "op_backend") in line
+
+
 def test_a_process_that_calls_ours_says_nothing(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterator
 
 import typer
 
-from dsl_kernels.cache_records import v4
-from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
-from snapmla.dispatch.model import Model
-from snapmla.dispatch.needs import needs
-from snapmla.errors import SnapMLAError
 from snapmla.flash_mla import name as naming
-from snapmla.integrations import findings
+from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding
 from snapmla.integrations.lmdeploy import surface
 
@@ -73,37 +67,29 @@ def switch() -> Iterator[Finding]:
 
 def needed() -> list[VariantSpec]:
     """Kernels behind FlashMLA's names, of the heads that LMDeploy's layers call them with."""
-    models = (
-        *(Model(SPARSE, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
-          for cache in (FORMAT, v4.RECORD.name)),
-        Model(DENSE, dtype="bf16"),
-    )  # fmt: skip
-    around = ("append_kv", "fetch_dequant")  # which LMDeploy does by itself
-    found = (spec for model in models for spec in needs(model))
-    return list(dict.fromkeys(spec for spec in found if spec.op not in around))
+    return findings.behind_flashmla(SPARSE, DENSE)
+
+
+def looks() -> Iterator[Finding]:
+    """Findings of ``check``, in order."""
+    yield (installed := release())
+    if installed.ok is not False:
+        yield from names()
+    yield from switch()
+    yield findings.card(SERVED)
+    yield from findings.kernels(needed(), SERVED)
 
 
 @app.command()
 def check() -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
-    try:
-        found = [release()]
-        if found[0].ok is not False:
-            found += names()
-        found += [*switch(), findings.card(SERVED), *findings.kernels(needed(), SERVED)]
-    except (SnapMLAError, ValueError) as error:  # or a variable without meaning
-        found.append(Finding(False, str(error)))
-    for finding in found:
-        typer.echo(finding)
-    raise typer.Exit(any(finding.ok is False for finding in found))
+    findings.told(looks())
 
 
 @app.command()
 def record() -> None:
     """Add the LMDeploy that is installed to the record (for who maintains this)."""
-    records = surface.recorded() if surface.RECORD.exists() else {}
-    records[importlib.metadata.version("lmdeploy")] = surface.read()
-    surface.RECORD.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+    surfaces.keep(surface.RECORD, importlib.metadata.version("lmdeploy"), surface.read())
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class Decode(Name, flashmla_switch.Decode):
 class Sparse(Name, flashmla_switch.Prefill):
     """``flash_mla_sparse_fwd``, which computes prompts, and decode over a BF16 cache."""
 
-    def what(self, told: flashmla_switch.Told) -> str:
-        _, heads, channels = told["q"].shape
+    def what(self, *kind: Any) -> str:
+        heads, channels = kind
         return f"sparse attention over rows of {channels} channels in bfloat16, {heads} heads"
 
 

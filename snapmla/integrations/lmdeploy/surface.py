@@ -13,7 +13,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from snapmla.integrations.surfaces import Surface, adds, read_source, text
+from snapmla.integrations import surfaces
+from snapmla.integrations.surfaces import Surface, Value, read_source
 
 RECORD = Path(__file__).with_name("surface.json")
 _CUDA = "lmdeploy.pytorch.backends.cuda"
@@ -63,12 +64,9 @@ def recorded() -> dict[str, Surface]:
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
     """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
-    said: list[tuple[bool | None, str]] = []
-    for name, wanted in known.items():
-        got = found.get(name, False)
-        if got == wanted or adds(got, wanted):
-            continue
-        both = isinstance(got, list) and isinstance(wanted, list)
-        may_do = "@" in name and both  # ours answers names that it does not take with a sentence
-        said.append((None if may_do else False, f"{name}: {text(wanted)} is {text(got)} here"))
-    return said
+    return surfaces.differences(found, known, _may_do)
+
+
+def _may_do(name: str, got: Value, wanted: Value) -> bool:
+    """Arguments of a call: ours answers names that it does not take with a sentence."""
+    return "@" in name and isinstance(got, list) and isinstance(wanted, list)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,14 +13,14 @@ import typer
 
 from dsl_kernels.spec import VariantSpec
 from snapmla import env, info
-from snapmla.errors import SnapMLAError
-from snapmla.integrations import findings
+from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding
 from snapmla.integrations.flashmla_switch import SERVED
 from snapmla.integrations.sglang import flashmla, refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "sglang.srt.plugins"
+INSTEAD = ": elsewhere SGLang's own kernels serve these models"
 
 
 def release() -> Finding:
@@ -94,10 +93,22 @@ def needed(arch: str) -> list[VariantSpec]:
     ]
 
 
-def _flashmla() -> list[Finding]:
-    """Of FlashMLA's names: the card and the kernels."""
-    card = findings.card(SERVED, instead=": elsewhere SGLang's own kernels serve these models")
-    return [card, *findings.kernels(needed_flashmla(), SERVED)]
+def looks(flashmla: bool) -> Iterator[Finding]:
+    """Findings of ``check``, in order."""
+    yield (installed := release())
+    if installed.ok is not False:
+        yield from names()
+        yield flashmla_names()
+        if not flashmla:
+            yield multi_head()
+            yield not_served()
+    yield findings.entry_point(GROUP, "SGLANG_PLUGINS")
+    if flashmla:
+        yield findings.card(SERVED, instead=INSTEAD)
+        yield from findings.kernels(needed_flashmla(), SERVED)
+    else:
+        yield findings.card()
+        yield from findings.kernels(needed(findings.arch()), findings.arch())
 
 
 @app.command()
@@ -105,30 +116,13 @@ def check(
     flashmla: Annotated[bool, typer.Option(help="by SNAPMLA_SGLANG_FLASHMLA alone")] = False,
 ) -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
-    try:
-        found = [release()]
-        if found[0].ok is not False:
-            found += [*names(), flashmla_names()]
-            found += [] if flashmla else [multi_head(), not_served()]
-        found.append(findings.entry_point(GROUP, "SGLANG_PLUGINS"))
-        if flashmla:
-            found += _flashmla()
-        else:
-            arch = findings.arch()
-            found += [findings.card(), *findings.kernels(needed(arch), arch)]
-    except (SnapMLAError, ValueError) as error:  # or a variable without meaning
-        found.append(Finding(False, str(error)))
-    for finding in found:
-        typer.echo(finding)
-    raise typer.Exit(any(finding.ok is False for finding in found))
+    findings.told(looks(flashmla))
 
 
 @app.command()
 def record() -> None:
     """Add the SGLang that is installed to the record (for who maintains the plugin)."""
-    records = surface.recorded() if surface.RECORD.exists() else {}
-    records[importlib.metadata.version("sglang")] = surface.read()
-    surface.RECORD.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+    surfaces.keep(surface.RECORD, importlib.metadata.version("sglang"), surface.read())
 
 
 if __name__ == "__main__":

@@ -137,10 +137,9 @@ class _Decode(_OfSGLang, flashmla_switch.Decode):
             told["tile_scheduler_metadata"] = flashmla_switch.schedule_of(metadata)
         return flash_mla.flash_mla_with_kvcache(**told)
 
-    def what(self, told: Told) -> str:
-        said, named = super().what(told), _format(told)
-        width = f"{_ROW} bytes a token"
-        return said.replace(width, named) if named is not None else said
+    def rows(self, told: Told) -> str | int:
+        named = _format(told) if _width(told) == _ROW else None
+        return super().rows(told) if named is None else named
 
 
 _ROW = nope.RECORD.token_bytes

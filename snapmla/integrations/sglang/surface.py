@@ -10,8 +10,9 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+from snapmla.integrations import surfaces
 from snapmla.integrations.sglang import refuse
-from snapmla.integrations.surfaces import Surface, adds, read_source, text
+from snapmla.integrations.surfaces import Surface, Value, read_source
 
 RECORD = Path(__file__).with_name("surface.json")
 _SRT = "sglang.srt"
@@ -153,12 +154,11 @@ def known_release() -> str | None:
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
     """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
-    said: list[tuple[bool | None, str]] = []
-    for name, wanted in known.items():
-        got = found.get(name, False)
-        if got == wanted or adds(got, wanted):
-            continue
-        both = isinstance(got, list) and isinstance(wanted, list)
-        may_do = name in (*SETTINGS, *BOUND) or (both and set(wanted) <= set(got))  # type: ignore[arg-type]
-        said.append((None if may_do else False, f"{name}: {text(wanted)} is {text(got)} here"))
-    return said
+    return surfaces.differences(found, known, _may_do)
+
+
+def _may_do(name: str, got: Value, wanted: Value) -> bool:
+    """A setting, a name that nobody may have bound, or parameters in another order."""
+    if name in (*SETTINGS, *BOUND):
+        return True
+    return isinstance(got, list) and isinstance(wanted, list) and set(wanted) <= set(got)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,7 @@ from snapmla.dispatch.calls import choose_sparse
 from snapmla.dispatch.cards import cards
 from snapmla.dsa import shapes
 from snapmla.dsa.index_logits import unit_choices
-from snapmla.errors import SnapMLAError
-from snapmla.integrations import findings
+from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding, card
 from snapmla.integrations.vllm import heads, refuse, surface
 
@@ -131,31 +129,31 @@ def kernels(sparse: bool = False, flashmla: bool = False) -> Iterator[Finding]:
     return findings.kernels(needed(findings.arch()), findings.arch())
 
 
+def looks(sparse: bool, flashmla: bool) -> Iterator[Finding]:
+    """Findings of ``check``, in order."""
+    yield (installed := release())
+    if installed.ok is not False:
+        yield from names()
+        yield not_served()
+        yield flashmla_names()
+    yield entry_point()
+    yield card(ROWS, instead=INSTEAD) if sparse or flashmla else card()
+    yield from kernels(sparse, flashmla)
+
+
 @app.command()
 def check(
     sparse: Annotated[bool, typer.Option(help="with DSA models, by SNAPMLA_SPARSE")] = False,
     flashmla: Annotated[bool, typer.Option(help="by SNAPMLA_VLLM_FLASHMLA alone")] = False,
 ) -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
-    try:
-        found = [release()]
-        if found[0].ok is not False:
-            found += [*names(), not_served(), flashmla_names()]
-        fits = card(ROWS, instead=INSTEAD) if sparse or flashmla else card()
-        found += [entry_point(), fits, *kernels(sparse, flashmla)]
-    except (SnapMLAError, ValueError) as error:  # or a variable without meaning
-        found.append(Finding(False, str(error)))
-    for finding in found:
-        typer.echo(finding)
-    raise typer.Exit(any(finding.ok is False for finding in found))
+    findings.told(looks(sparse, flashmla))
 
 
 @app.command()
 def record() -> None:
     """Add the vLLM that is installed to the record (for who maintains the backend)."""
-    records = surface.recorded() if surface.RECORD.exists() else {}
-    records[importlib.metadata.version("vllm")] = surface.read()
-    surface.RECORD.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+    surfaces.keep(surface.RECORD, importlib.metadata.version("vllm"), surface.read())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from snapmla.integrations.surfaces import Surface, adds, described, read_source, text
+from snapmla.integrations import surfaces
+from snapmla.integrations.surfaces import Surface, Value, described, read_source
 
 LOGGER = "vllm.snapmla"  # below vLLM's own, whose handlers and level it has
 RECORD = Path(__file__).with_name("surface.json")
@@ -210,25 +211,15 @@ def known_release() -> str | None:
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
     """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
-    said: list[tuple[bool | None, str]] = []
-    for name, wanted in known.items():
-        got = found.get(name, False)
-        if got == wanted or adds(got, wanted):
-            continue
-        said.append((_harm(name, got, wanted), f"{name}: {text(wanted)} is {text(got)} here"))
-    return said
+    return surfaces.differences(found, known, _may_do)
 
 
-def _harm(name: str, got: list[str] | bool, wanted: list[str] | bool) -> bool | None:
-    """None where the backend may do nevertheless, else False."""
+def _may_do(name: str, got: Value, wanted: Value) -> bool:
+    """True if the backend may do nevertheless."""
     if name in BOUND or name in PADDED:
-        return (
-            None  # its layers call vLLM's own kernel, or another module does; or heads are padded
-        )
+        return True  # its layers call vLLM's own kernel, or another module does; heads are padded
     if name in REFUSED:
-        return None  # by whatever name: it is none that ``refuse`` knows
+        return True  # by whatever name: it is none that ``refuse`` knows
     if name == QUANT_MODE and got is not False:
-        return None  # a mode of its own, or another one's
-    if isinstance(got, list) and isinstance(wanted, list) and set(wanted) <= set(got):
-        return None
-    return False
+        return True  # a mode of its own, or another one's
+    return isinstance(got, list) and isinstance(wanted, list) and set(wanted) <= set(got)
