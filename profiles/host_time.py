@@ -434,8 +434,8 @@ def main(
     ] = False,
     child: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Times the calls and writes ``host_time.md`` (``host_time_against.md``,
-    ``host_time_gradients.md``)."""
+    """Times the calls and writes ``host_time.md`` (``host_time_against.md``; of gradients a page of
+    their own)."""
     if child is not None:
         assert against is not None  # ``_both_apart`` gave it
         write_atomic(child, json.dumps(measure_both(calls, against)))

@@ -134,11 +134,25 @@ STYLES: dict[str, Callable[[VariantSpec], MhaJob]] = {
 }
 
 
+def by_its_forward(spec: VariantSpec, job: GradJob) -> GradJob:
+    """With output and LSE of the forward's kernel.
+
+    Tensor cores cut sums, at 420 nats by 3.5e-4 of P.  Against float64's LSE P is then not 1 where
+    a row is all on one token, and in fp16 the next number below 1 is 4.9e-4 off; the forward's LSE
+    is of the same sums.
+    """
+    given, kernel = job.forward.arguments(), loaded(forward_spec(spec))
+    with using(CHECKED):
+        kernel(*(given[name] for name in kernel.names.arguments))
+    return replace(job, out=given["out"], lse=given["lse"])
+
+
 @whole
 @pytest.mark.parametrize("style", STYLES)
 @of_each
 def test_logits(spec: VariantSpec, style: str) -> None:
-    right(spec, GradJob.of(STYLES[style](spec)))
+    job = GradJob.of(STYLES[style](spec))
+    right(spec, by_its_forward(spec, job) if style == "queries that are keys" else job)
 
 
 @whole
