@@ -57,13 +57,18 @@ EXPLAINED_OF = {
         "1 x mbarrier.try_wait.parity.shared.b64 @ P.V, an item without tiles",
         "1 x fence.proxy.async.shared::cta @ clearing of groups with scale 0",
     ),
-    # which run alone there: no grid is before them
-    "mha_dq_*": ("1 x griddepcontrol.wait @ gradients, the grid before",),
-    "mha_dkv_*": (
-        "3 x griddepcontrol.wait @ gradients of keys, the grid before",
-        "1 x fence.proxy.async.global",
+    "mha_delta_*": ("1 x bar.sync",),
+    "mha_dq_d192_*": (
+        "4 x mbarrier.try_wait.parity.shared.b64",
+        "1 x fence.proxy.async.shared::cta",
+        "1 x bar.sync",
     ),
-    "mha_delta_*": ("1 x bar.sync @ CTAs that count themselves",),
+    "mha_dkv_d192_*": (
+        "3 x griddepcontrol.wait",
+        "1 x fence.proxy.async.global",
+        "1 x fence.mbarrier_init.release.cluster",
+        "3 x mbarrier.try_wait.parity.shared.b64",
+    ),
     "sparse_prefill_*_split_*": ("1 x griddepcontrol.wait @ split lists, the grid before",),
     # a wait that ends a phase, whose votes nobody needs: a card's checker asks for it
     "*_decode_mix*_r64_*": ("mbarrier.try_wait.parity.shared.b64 @ votes that nobody needs",),
