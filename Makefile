@@ -99,7 +99,7 @@ bench: setup  ## measure on a GPU: BENCH=preset
 
 clean:  ## remove what was built (build/: variants, bundles, wheels, measurements) and caches; not $(VENV)
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find snapmla codegen dsl_kernels softgpu profiles tests docs -name __pycache__ -prune -exec rm -rf {} +
+	find snapmla snapmla_cli codegen dsl_kernels softgpu profiles tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove $(VENV)
 	@if [ -f "$(VENV)/pyvenv.cfg" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi

@@ -2,6 +2,7 @@
 
     snapmla-<version>+host-py3-none-any.whl
         snapmla/                    but for ``python -m snapmla.testing``, which needs this package
+        snapmla_cli/                the command ``snapmla``
         snapmla/build.json          version, commit, digest of the kernels' sources
         dsl_kernels/                names of variants only: spec, families, registry; no device code
         softgpu/                    the software GPU
@@ -46,7 +47,8 @@ from codegen import bundle, cross, matrix, render
 from codegen.artifacts import ROOT, VERSION, Record
 from dsl_kernels.spec import VariantSpec
 
-HOST = ("snapmla", "softgpu")  # packages of the host wheel, beside the names of variants
+# Packages of the host wheel, beside the names of variants.
+HOST = ("snapmla", "snapmla_cli", "softgpu")
 NOT_PACKED = ("testing/__main__.py",)  # of snapmla/: needs codegen
 EPOCH = "315532800"  # 1980, as early as a zip file goes: equal contents make equal wheels
 OLDEST = (2, 17)  # glibc that a manylinux tag may name

@@ -92,7 +92,7 @@ def test_what_they_are(made: wheels.Wheels) -> None:
     assert made.variants == len(SPECS)
     host, kernels = (zipfile.ZipFile(path) for path in (made.host, made.kernels))
     top = {name.partition("/")[0] for name in host.namelist() if ".dist-info/" not in name}
-    assert top == {"snapmla", "softgpu", "dsl_kernels"}
+    assert top == {"snapmla", "snapmla_cli", "softgpu", "dsl_kernels"}
     assert {"softgpu/runtime.c", "snapmla/data/cards.json", "snapmla/py.typed"} <= set(
         host.namelist()
     )
