@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.families import FAMILIES
+from dsl_kernels.families import FAMILIES, UNTESTED
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import env, runtime
 from snapmla.errors import SnapMLAError
@@ -129,7 +129,7 @@ def collect() -> Info:
         info.missing += (text for text in wrong if text not in info.missing)
     here = [card.arch for card in cards]
     here += [name.split()[0] for folder in info.folders for name in folder.variants]
-    info.untested += (arch for arch in runtime.NEVER_ON_HARDWARE if arch in here)
+    info.untested += (arch for arch in UNTESTED if arch in here)
     info.next = _next(info)
     return info
 

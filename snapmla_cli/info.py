@@ -15,7 +15,7 @@ from snapmla_cli.printing import console
 if TYPE_CHECKING:
     from snapmla.info import Info
 
-UNTESTED = "untested on hardware"
+WARNING = "untested on hardware"
 
 
 def info_command(
@@ -51,7 +51,7 @@ def _show(found: Info) -> None:
     table.add_row("driver", f"CUDA {found.driver}" if found.driver else "none")
     for card, decodes in zip(found.cards, found.decodes, strict=True):
         verdict = "decodes" if decodes else "CANNOT DECODE"
-        verdict += f", {UNTESTED}" if card.arch in found.untested else ""
+        verdict += f", {WARNING}" if card.arch in found.untested else ""
         table.add_row("GPU", f"{card.name}, {card.capability}: {verdict}")
     if not found.cards:
         runs = "runs CPU tensors" if found.software_gpu else "cannot run here"
@@ -67,7 +67,7 @@ def _show(found: Info) -> None:
         for name, count in sorted(folder.variants.items()):
             console.print(f"      {name:28} {count}")
     for arch in found.untested:
-        console.print(f"\n{arch}: {UNTESTED}; its kernels ran on the software GPU only")
+        console.print(f"\n{arch}: {WARNING}; its kernels ran on the software GPU only")
     if found.missing:
         console.print("\nmissing:")
     for text in found.missing:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from snapmla_cli.info import UNTESTED
+from dsl_kernels.families import UNTESTED
+from snapmla_cli.info import WARNING
 from snapmla_cli.printing import console
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def selfcheck_command(
     _show(found)
     wrong = sum(not outcome.result.passed for outcome in found)
     verdict = f"{count - wrong} of {count} ops are right on {place}, {arch}"
-    verdict += f" ({UNTESTED})" if arch in runtime.NEVER_ON_HARDWARE and where == "cpu" else ""
+    verdict += f" ({WARNING})" if arch in UNTESTED and where == "cpu" else ""
     console.print(f"{verdict}; {time.perf_counter() - started:.0f} s")
     raise typer.Exit(1 if wrong else 0)
 

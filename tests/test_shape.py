@@ -49,7 +49,7 @@ FOREIGN = frozenset(
         *("concat_and_cache_ds_mla_kernel", "MLAAttention", "max_model_len"),
         *("attention_backend", "DeepseekV3RMSNorm"),
         *("H20", "H100", "H800", "datasheet"),  # in tables of cards
-        *("cu12", "cu13", "cu13.full", "snapmla_kernels_sm90_decode", "stamps1", "rope_", "_f32"),
+        *("cu12", "cu13", "snapmla_kernels_sm90_cu13_decode", "stamps1", "rope_", "_f32"),
         *("arg0", "arg1", "DIR", "BxTOKENS"),
         *("generate", "num_return_sequences", "grouped_mm", "batched_mm"),  # transformers'
     }
