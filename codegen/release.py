@@ -88,7 +88,7 @@ def refusals(wanted: list[Target]) -> list[str]:
             found.append(f"nothing is built for {machine} on {platform.machine()}")
         elif (reason := cross.refusal(cross.TARGETS[machine])) is not None:
             found.append(reason)
-    for ask in (notes, wheels.check_setuptools):
+    for ask in (check_changelog, wheels.check_setuptools):
         try:
             ask()
         except (ReleaseError, wheels.WheelError) as error:
@@ -113,6 +113,17 @@ def notes(text: str | None = None, version: str = VERSION) -> str:
             f"CHANGELOG.md has no section '## {version}': give 'Unreleased' that name"
         )
     return match[1].strip() + "\n"
+
+
+def check_changelog(text: str | None = None, version: str = VERSION) -> None:
+    """Raises ReleaseError of a changelog without the version, or with more than it has."""
+    text = (ROOT / "CHANGELOG.md").read_text() if text is None else text
+    notes(text, version)
+    if re.search(r"^## Unreleased\s*^(?!## )", text, re.MULTILINE):
+        raise ReleaseError(
+            f"CHANGELOG.md has entries under 'Unreleased', which {version} would publish without "
+            "notes: give the section and snapmla/_version.py the next version"
+        )
 
 
 def commands(target: Target, pattern: str, out_dir: Path) -> Iterator[list[str]]:

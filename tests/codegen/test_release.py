@@ -81,6 +81,17 @@ def test_notes_are_the_versions_section() -> None:
     assert release.notes(), "of the version that is here"
 
 
+def test_what_has_no_version_is_not_released() -> None:
+    text = "# Changelog\n\n## Unreleased\n\n{}## 0.2.0\n\nold\n"
+    release.check_changelog(text.format(""), "0.2.0")
+    release.check_changelog(text.replace("Unreleased", "0.3.0").format("* new\n\n"), "0.3.0")
+    for entries in ("* new\n\n", "### Added\n\n* new\n\n"):
+        with pytest.raises(release.ReleaseError, match="has entries under 'Unreleased', which 0.2"):
+            release.check_changelog(text.format(entries), "0.2.0")
+    with pytest.raises(release.ReleaseError, match=r"no section '## 0\.3\.0'"):
+        release.check_changelog(text.format(""), "0.3.0")
+
+
 def test_what_is_missing_is_told_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -88,6 +99,7 @@ def test_what_is_missing_is_told_before_anything_is_built(
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(toolchain, "installed_majors", lambda: [13])
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(release, "check_changelog", lambda: None)
     monkeypatch.setattr(release, "make_sources", lambda out_dir: pytest.fail("built"))
     with pytest.raises(release.ReleaseError) as error:
         release.make(ALL, "*", tmp_path)
