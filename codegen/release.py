@@ -119,7 +119,7 @@ def check_changelog(text: str | None = None, version: str = VERSION) -> None:
     """Raises ReleaseError of a changelog without the version, or with more than it has."""
     text = (ROOT / "CHANGELOG.md").read_text() if text is None else text
     notes(text, version)
-    if re.search(r"^## Unreleased\s*^(?!## )", text, re.MULTILINE):
+    if re.search(r"^## Unreleased[^\n]*\s+(?!## )\S", text, re.MULTILINE):
         raise ReleaseError(
             f"CHANGELOG.md has entries under 'Unreleased', which {version} would publish without "
             "notes: give the section and snapmla/_version.py the next version"
