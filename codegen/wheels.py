@@ -127,7 +127,7 @@ def make_kernels(
 
 
 def note() -> dict[str, str]:
-    """What packages say of their making (``snapmla.env.NOTE``)."""
+    """Note on their making that packages carry (``snapmla.env.NOTE``)."""
     return {"version": VERSION, "commit": commit(), "sources": sources_digest()}
 
 
@@ -161,7 +161,7 @@ def make_name_wheel(out_dir: Path) -> Path:
 
 
 def label(names: list[str], total: list[str]) -> str:
-    """Of a kernels' wheel, in its version: ``full``, or how many variants it has of the default
+    """Label in a kernels' wheel's version: ``full``, or how many variants it has of the default
     matrix and a digest of which (PEP 440: letters, digits, dots)."""
     if set(total) <= set(names):
         return FULL
@@ -212,7 +212,7 @@ def _project() -> dict[str, Any]:
 
 
 def name_of(arch: str, flavour: str, kind: str = "") -> str:
-    """Of the package with the variants for an architecture and a CUDA major, of one kind or of all:
+    """Name of the package with the variants for an architecture and a CUDA major, of a kind or all:
     ``snapmla-kernels-sm90-cu13``, ``snapmla-kernels-sm90-cu13-decode``."""
     short = arch.replace("_", "").rstrip("a")
     return "-".join(filter(None, ("snapmla-kernels", short, flavour, kind)))

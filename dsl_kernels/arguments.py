@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ordered(names: Iterable[str], values: Mapping[str, Any]) -> list[Any]:
-    """What a function is called with, from values by argument name.
+    """Arguments of a call in order, from values by name.
 
     For whoever calls a compiled function off the hot path: the order is written down once, in the
     kernel, and comes here from a variant's record.

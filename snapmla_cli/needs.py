@@ -143,7 +143,7 @@ def _kept(dtype: str) -> str:
 
 
 def _json(path: Path) -> object:
-    """What a file holds.  Raises ValueError of one that cannot be read."""
+    """JSON of a file.  Raises ValueError of one that cannot be read."""
     try:
         return json.loads(path.read_text())
     except OSError as error:

@@ -19,7 +19,7 @@ from snapmla.testing.workloads.call import Result
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an op's check, and how many seconds it took."""
+    """An op's check: variant, result, seconds."""
 
     spec: VariantSpec
     result: Result
