@@ -265,7 +265,7 @@ def _run(module: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _path() -> str:
-    """Where commands are looked for: beside this interpreter first, whether activated or not."""
+    """Search path of commands: first the folder of this interpreter, activated or not."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 

@@ -27,7 +27,7 @@ class Outcome:
 
 
 def check_all(arch: str, device_type: str) -> tuple[int, Iterator[Outcome]]:
-    """How many ops have a variant, and their outcomes, one after the other.
+    """Number of ops with a variant, and their outcomes, one after the other.
 
     A check that raises is an outcome, too: it failed, and the error is its summary.
 
