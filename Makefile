@@ -46,7 +46,7 @@ endif
 # our sources anew.  `make clean` removes it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test prove precompile matrix try lint bench bundle wheels profile docs clean distclean
+.PHONY: help setup demo test prove precompile matrix try lint bench bundle wheels release profile docs clean distclean
 .DEFAULT_GOAL := demo
 
 help:  ## print this
@@ -85,6 +85,11 @@ try: setup  ## recompile one variant, run it with the hazard check: VARIANT=deco
 	$(PY) -m codegen try $(VARIANT)
 	$(PY) -m snapmla.testing run --hazards collect $(VARIANT)
 
+## ARCHS    architectures of a release, by commas; CUDAS, MACHINES likewise: CUDA majors, CPUs
+release: setup  ## build and check what a release uploads: ARCHS= CUDAS= MACHINES= FILTER='*'
+	$(PY) -m codegen release $(if $(ARCHS),--arch $(ARCHS)) $(if $(CUDAS),--cuda $(CUDAS)) \
+	  $(if $(MACHINES),--machine $(MACHINES)) --filter '$(FILTER)'
+
 profile: setup  ## Nsight Compute on one variant, as one table: VARIANT=decode_etap_r64_p64_obf16_sm90a
 	$(PY) -m profiles.ncu $(VARIANT)
 
@@ -99,7 +104,7 @@ bench: setup  ## measure on a GPU: BENCH=preset
 
 clean:  ## remove what was built (build/: variants, bundles, wheels, measurements) and caches; not $(VENV)
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find snapmla codegen dsl_kernels softgpu profiles tests docs -name __pycache__ -prune -exec rm -rf {} +
+	find snapmla snapmla_cli codegen dsl_kernels softgpu profiles tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove $(VENV)
 	@if [ -f "$(VENV)/pyvenv.cfg" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi

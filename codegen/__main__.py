@@ -342,6 +342,74 @@ def wheels_command(
     )  # fmt: skip
 
 
+@app.command("kernels-wheel")
+def kernels_wheel_command(
+    arch: Arch = "sm_90a",
+    pattern: Filter = "*",
+    cuda: Cuda = "",
+    into: Annotated[Path, typer.Option(help="where the wheel goes")] = ROOT / "build" / "wheels",
+    machine: Annotated[
+        str, typer.Option(help="CPU of the servers, if not this one's: " + ", ".join(cross.TARGETS))
+    ] = "",
+) -> None:
+    """Build the wheel of variants that `make release` takes: a whole one has no label."""
+    from codegen import bundle, wheels
+
+    specs, usual = _packed(arch, pattern, cuda)
+    folder = _target(machine).folder(usual) if machine else usual
+    try:
+        with _writing(into):
+            path, variants, total = wheels.make_kernels(
+                specs, folder, into, "", machine, usual, for_index=True
+            )
+    except (bundle.BundleError, wheels.WheelError) as error:
+        raise _fail(str(error)) from None
+    size = path.stat().st_size / 1e6
+    console.print(
+        f"{path}  {variants} of {total} variants, {size:.1f} MB", highlight=False, soft_wrap=True
+    )
+
+
+@app.command("release")
+def release_command(
+    arch: Annotated[str, typer.Option(help="architectures, by commas")] = ",".join(ARCHS),
+    cuda: Annotated[str, typer.Option(help="CUDA majors, by commas")] = ",".join(
+        map(str, toolchain.MAJORS)
+    ),
+    machine: Annotated[str, typer.Option(help="CPUs of the servers, by commas")] = ",".join(
+        ("x86_64", *cross.TARGETS)
+    ),
+    pattern: Filter = "*",
+    into: Annotated[Path, typer.Option(help="emptied first")] = ROOT / "build" / "release",
+) -> None:
+    """Build and check all that a release uploads; nothing is uploaded, no tag is made."""
+    from codegen import bundle, release, wheels
+
+    _need_compiler()
+    archs = arch.split(",")
+    for each in archs:
+        _check_arch(each)
+        _check_filter(each, pattern)
+    try:
+        wanted = release.targets(archs, map(int, cuda.split(",")), machine.split(","))
+        with _writing(into):
+            made = release.make(wanted, pattern, into)
+    except (ValueError, bundle.BundleError, wheels.WheelError, release.ReleaseError) as error:
+        raise _fail(str(error)) from None
+    for path in made:
+        console.print(
+            f"{path}  {path.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True
+        )
+    if pattern != "*":
+        console.print("a part of the matrix: its wheels have labels, which no index takes")
+    console.print(
+        "checked: twine, auditwheel, symbols; try it: "
+        f"python -m http.server --bind 127.0.0.1 --directory {into}, then pip install "
+        f"--extra-index-url http://127.0.0.1:8000/simple 'snapmla[{wanted[0].extra}]'",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
 @app.command("hub")
 def hub_command(
     arch: Arch = "sm_90a",

@@ -7,8 +7,10 @@ The result is plain data (it is stored in the variant's record): the C header an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from dsl_kernels.arguments import ordered as ordered  # hosts without codegen take it from there
 
 
 def describe(function: Callable[..., Any], fakes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -52,27 +54,6 @@ def _stride(value: Any) -> int | str:
         return value
     step = int(getattr(value, "divisibility", 1))
     return f"*{step}" if step > 1 else "*"
-
-
-def ordered(names: Iterable[str], values: Mapping[str, Any]) -> list[Any]:
-    """What a function is called with, from values by argument name.
-
-    For whoever calls a compiled function off the hot path: the order is written down once, in the
-    kernel, and comes here from a variant's record.
-
-    Args:
-        names: of the arguments, in ABI order (``name`` of what ``describe`` returned).
-        values: one of each.
-
-    Raises:
-        TypeError: a value is missing, or of no argument.
-    """
-    wanted = list(names)
-    if missing := [name for name in wanted if name not in values]:
-        raise TypeError(f"arguments: expected {', '.join(wanted)}, got no {', '.join(missing)}")
-    if unknown := [name for name in values if name not in wanted]:
-        raise TypeError(f"arguments: expected {', '.join(wanted)}, got {', '.join(unknown)} too")
-    return [values[name] for name in wanted]
 
 
 def call_text(symbol: str, arguments: list[dict[str, Any]]) -> str:

@@ -36,6 +36,7 @@ NOT_PACKED = ("selfcheck.py", "__main__.py")  # run variants on the software GPU
 SPEC_FILES = (
     "__init__.py",
     "py.typed",
+    "arguments.py",
     "dims.py",
     "cache_records/*.py",
     "index_cache.py",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from codegen import closure
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS, FAMILIES
-from dsl_kernels.families.family import Values
+from dsl_kernels.families.family import ROW_AXES, Values
 from dsl_kernels.spec import VariantSpec
 
 
@@ -147,9 +147,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 # ---------------------------------------------------------------------------- the test set
 
-
 Trait = tuple[object, ...]
-ROW_AXES = ("pipeline", "row_tile", "cluster")  # which kernel, and its rows
 
 
 def traits(spec: VariantSpec) -> set[Trait]:
@@ -227,9 +225,7 @@ def _cover(specs: list[VariantSpec]) -> set[VariantSpec]:
 
 def changed(spec: VariantSpec) -> int:
     """Number of axes, beside those of the rows, that have another value than their default."""
-    values = dict(spec.values)
-    axes = (axis for axis in spec.family.axes if axis.name not in ROW_AXES)
-    return sum(values[axis.name] != axis.default_of(values) for axis in axes)
+    return spec.family.changed(dict(spec.values))
 
 
 def sample_specs(arch: str, *, ask_kernels: bool = True) -> list[VariantSpec]:

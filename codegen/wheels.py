@@ -2,15 +2,18 @@
 
     snapmla-<version>+host-py3-none-any.whl
         snapmla/                    but for ``python -m snapmla.testing``, which needs this package
+        snapmla_cli/                the command ``snapmla``
         snapmla/build.json          version, commit, digest of the kernels' sources
         dsl_kernels/                names of variants only: spec, families, registry; no device code
         softgpu/                    the software GPU
-    snapmla_kernels_sm90-<version>+cu13.full-py3-none-manylinux_<glibc>_<machine>.whl
-        snapmla_kernels_sm90/variants/   <name>.so of every variant, bundle.json (all records)
-        snapmla_kernels_sm90/include/    a C header for each
-        snapmla_kernels_sm90/build.json
+    snapmla_kernels_sm90_cu13-<version>+full-py3-none-manylinux_<glibc>_<machine>.whl
+        snapmla_kernels_sm90_cu13/variants/   <name>.so of every variant, bundle.json (all records)
+        snapmla_kernels_sm90_cu13/include/    a C header for each
+        snapmla_kernels_sm90_cu13/build.json
 
-A wheel of one kind of kernels (``Family.kind``) is ``snapmla_kernels_sm90_decode`` and the like.
+Architecture and CUDA's major are in the name: an index tells wheels of one name apart by CPU and
+version alone.  A wheel of one kind (``Family.kind``) is ``snapmla_kernels_sm90_cu13_decode``
+and the like.
 ``snapmla-as-flash-mla`` is a wheel apart (``make_name_wheel``): a path file and a module, by which
 ``import flash_mla`` finds snapmla where SNAPMLA_AS_FLASH_MLA=1 asks for it.
 
@@ -18,10 +21,11 @@ The host finds the variants by an entry point (``snapmla.env.kernel_wheels``) an
 digests.  setuptools writes both; nothing is fetched.
 
 What stands behind ``+`` tells wheels of one version apart: ``pip wheel .`` makes a host package
-with the compiler's part, without a label; kernels' wheels differ in CUDA's major and in what they
-hold, ``full``, or ``4of134.s1a2b3c4d``: how many of the default matrix, and a digest of which.  pip
-leaves labels out of account where a requirement has none (``snapmla==<version>``), and takes the
-greater of two: ``full`` before a part, as letters are greater than digits.
+with the compiler's part, without a label; kernels' wheels differ in what they hold, ``full``, or
+``4of134.s1a2b3c4d``: how many of the default matrix, and a digest of which.  pip leaves labels out
+of account where a requirement has none (``snapmla==<version>``), and takes the greater of two:
+``full`` before a part, as letters are greater than digits.  An index takes no labels: whole wheels
+of a release (``codegen.release``) have none.
 """
 
 from __future__ import annotations
@@ -44,12 +48,15 @@ from typing import Any
 
 from codegen import bundle, cross, matrix, render
 from codegen.artifacts import ROOT, VERSION, Record
+from dsl_kernels.families import UNTESTED
 from dsl_kernels.spec import VariantSpec
 
-HOST = ("snapmla", "softgpu")  # packages of the host wheel, beside the names of variants
+# Packages of the host wheel, beside the names of variants.
+HOST = ("snapmla", "snapmla_cli", "softgpu")
 NOT_PACKED = ("testing/__main__.py",)  # of snapmla/: needs codegen
 EPOCH = "315532800"  # 1980, as early as a zip file goes: equal contents make equal wheels
 OLDEST = (2, 17)  # glibc that a manylinux tag may name
+FULL = "full"  # behind the version of kernels' wheels with the whole default matrix
 HOST_LABEL = "host"  # behind the version of a host package without the compiler's part
 NAME_MODULE = "snapmla_as_flash_mla"  # of the wheel for the name flash_mla
 LEFT_OUT = ("filelock",)  # dependencies of codegen alone
@@ -85,20 +92,43 @@ def make(
         BundleError: variants missing, stale or of several targets; this is no checkout.
         WheelError: setuptools is missing or too old, or fails.
     """
+    kernels, variants, total = make_kernels(specs, variant_dir, out_dir, kind, machine, native_dir)
+    with tempfile.TemporaryDirectory(prefix="snapmla-wheels-") as tmp:
+        host = build(_host(Path(tmp, "host")), out_dir)
+    return Wheels(host, kernels, variants, total)
+
+
+def make_kernels(
+    specs: list[VariantSpec], variant_dir: Path, out_dir: Path, kind: str = "", machine: str = "",
+    native_dir: Path | None = None, *, for_index: bool = False,
+) -> tuple[Path, int, int]:  # fmt: skip
+    """Builds the wheel of variants alone: as ``make``.
+
+    Args:
+        for_index: leaves out the label of a whole wheel, as an index takes none.
+
+    Returns:
+        the wheel, how many variants it has, and how many the default matrix has.
+    """
     bundle.requirements()  # in a checkout only
-    _check_setuptools()
+    check_setuptools()
     records = bundle.collect(specs, variant_dir, machine, native_dir)
     arch, flavour = bundle.target(records)
-    note = {"version": VERSION, "commit": commit(), "sources": sources_digest()}
     out_dir.mkdir(parents=True, exist_ok=True)
     total = [spec.name for spec in matrix.default_specs(arch, kind=kind)]
-    held = label(flavour, [record.name for record in records], total)
+    held = label([record.name for record in records], total)
+    if for_index and held == FULL:
+        held = ""
     with tempfile.TemporaryDirectory(prefix="snapmla-wheels-") as tmp:
-        host = _host(Path(tmp, "host"), note)
-        kernels = _kernels(
-            Path(tmp, "kernels"), records, variant_dir, name_of(arch, kind), note, held
+        tree = _kernels(
+            Path(tmp, "kernels"), records, variant_dir, name_of(arch, flavour, kind), held
         )
-        return Wheels(_build(host, out_dir), _build(kernels, out_dir), len(records), len(total))
+        return build(tree, out_dir), len(records), len(total)
+
+
+def note() -> dict[str, str]:
+    """Note on their making that packages carry (``snapmla.env.NOTE``)."""
+    return {"version": VERSION, "commit": commit(), "sources": sources_digest()}
 
 
 def make_name_wheel(out_dir: Path) -> Path:
@@ -108,8 +138,7 @@ def make_name_wheel(out_dir: Path) -> Path:
     Raises:
         WheelError: as ``make``.
     """
-    _check_setuptools()
-    note = {"version": VERSION, "commit": commit()}
+    check_setuptools()
     about = "Lets `import flash_mla` find snapmla where SNAPMLA_AS_FLASH_MLA=1 is set"
     project = {
         **_project()["project"], "name": NAME_MODULE.replace("_", "-"), "description": about,
@@ -122,22 +151,22 @@ def make_name_wheel(out_dir: Path) -> Path:
         package.mkdir()
         (package / "__init__.py").write_text(render.text("as_flash_mla.py.j2"))
         _describe(
-            root, note, project, packages=[NAME_MODULE], module=NAME_MODULE, entry_points={},
+            root, project, packages=[NAME_MODULE], module=NAME_MODULE, entry_points={},
             label="",
         )  # fmt: skip
         # site runs a path file's lines that begin with import, when Python starts
         (root / name).write_text(f"import {NAME_MODULE}; {NAME_MODULE}.watch()\n")
         (root / "setup.py").write_text(render.text("path_file_setup.py.j2", name=name))
-        return _build(root, out_dir)
+        return build(root, out_dir)
 
 
-def label(flavour: str, names: list[str], total: list[str]) -> str:
-    """Of a kernels' wheel, in its version: ``cu13.full``, or how many variants it has of the
-    default matrix and a digest of which (PEP 440: letters, digits, dots)."""
+def label(names: list[str], total: list[str]) -> str:
+    """Label in a kernels' wheel's version: ``full``, or how many variants it has of the default
+    matrix and a digest of which (PEP 440: letters, digits, dots)."""
     if set(total) <= set(names):
-        return f"{flavour}.full"
+        return FULL
     digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:8]
-    return f"{flavour}.{len(names)}of{len(total)}.s{digest}"  # digits alone would be a number
+    return f"{len(names)}of{len(total)}.s{digest}"  # digits alone would be a number
 
 
 def sources_digest() -> str:
@@ -161,7 +190,13 @@ def commit() -> str:
     return found[0].stdout.strip() + ("+" if found[1].stdout.strip() else "")
 
 
-def _check_setuptools() -> None:
+def write_note(package: Path) -> None:
+    """Puts that note into a package."""
+    (package / "build.json").write_text(json.dumps(note()) + "\n")
+
+
+def check_setuptools() -> None:
+    """Raises WheelError without the backend that pyproject.toml asks for."""
     (needs,) = _project()["build-system"]["requires"]
     least = int(needs.partition(">=")[2])
     try:
@@ -176,13 +211,14 @@ def _project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def name_of(arch: str, kind: str = "") -> str:
-    """Of the package with the variants for an architecture, of one kind or of all:
-    ``snapmla-kernels-sm90``, ``snapmla-kernels-sm90-decode``."""
-    return "-".join(filter(None, (f"snapmla-kernels-{arch.replace('_', '').rstrip('a')}", kind)))
+def name_of(arch: str, flavour: str, kind: str = "") -> str:
+    """Name of the package with the variants for an architecture and a CUDA major, of a kind or all:
+    ``snapmla-kernels-sm90-cu13``, ``snapmla-kernels-sm90-cu13-decode``."""
+    short = arch.replace("_", "").rstrip("a")
+    return "-".join(filter(None, ("snapmla-kernels", short, flavour, kind)))
 
 
-def _host(root: Path, note: dict[str, str]) -> Path:
+def _host(root: Path) -> Path:
     """The tree of the host wheel."""
     skip = shutil.ignore_patterns("__pycache__", "variants")
     for package in HOST:
@@ -194,7 +230,7 @@ def _host(root: Path, note: dict[str, str]) -> Path:
     scripts = {k: v for k, v in project["scripts"].items() if not v.startswith("codegen")}
     kept = [d for d in project["dependencies"] if not d.startswith(LEFT_OUT)]
     _describe(
-        root, note, {**project, "scripts": scripts, "dependencies": kept},
+        root, {**project, "scripts": scripts, "dependencies": kept},
         packages=[*HOST, "dsl_kernels"], entry_points=project["entry-points"],
         module="snapmla", label=HOST_LABEL,
     )  # fmt: skip
@@ -206,16 +242,15 @@ def _kernels(
     records: list[Record],
     variant_dir: Path,
     name: str,
-    note: dict[str, str],
     label: str,
 ) -> Path:
     """The tree of the wheel with the variants."""
     module, arch = name.replace("-", "_"), records[0].spec["arch"]
     package = root / module
     bundle.copy_variants(package / "variants", package / "include", records, variant_dir)
-    about = (
-        f"Compiled kernels of snapmla for {arch}: `snapmla.env` finds them when it is installed."
-    )
+    about = f"Compiled kernels of snapmla for {arch}: `snapmla.env` finds them when it is installed"
+    if arch in UNTESTED:
+        about += "; untested on hardware"
     (package / "__init__.py").write_text(f'"""{about}."""\n')
     project = {
         **_project()["project"], "name": name, "description": about, "scripts": {},
@@ -224,7 +259,7 @@ def _kernels(
     libraries = sorted((package / "variants").glob("*.so"))
     major, minor = max(OLDEST, glibc_of(libraries))
     _describe(
-        root, note, project, packages=[module], module=module, label=label,
+        root, project, packages=[module], module=module, label=label,
         entry_points={"snapmla.kernels": {module.removeprefix("snapmla_kernels_"): module}},
         platform=f"manylinux_{major}_{minor}_{cross.machine_of(records[0]) or platform.machine()}",
     )  # fmt: skip
@@ -247,7 +282,6 @@ def glibc_of(libraries: Iterable[Path]) -> tuple[int, int]:
 
 def _describe(
     root: Path,
-    note: dict[str, str],
     project: dict[str, Any],
     *,
     packages: list[str],
@@ -262,7 +296,7 @@ def _describe(
         shutil.copyfile(ROOT / "README.md", root / "README.md")
     else:
         (root / "README.md").write_text(f"{project['description']}\n")
-    (root / module / "build.json").write_text(json.dumps(note) + "\n")
+    write_note(root / module)
     version = f"{VERSION}+{label}" if label else VERSION
     text = render.text(
         "wheel.toml.j2", project=project, version=version, packages=packages,
@@ -273,11 +307,9 @@ def _describe(
         (root / "setup.py").write_text(render.text("wheel_setup.py.j2", platform=platform))
 
 
-def _build(tree: Path, out_dir: Path) -> Path:
-    """Runs the build backend over a tree; returns the wheel."""
-    code = (
-        "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    )
+def build(tree: Path, out_dir: Path, what: str = "build_wheel") -> Path:
+    """Runs the build backend over a tree; returns the wheel, or what another hook makes."""
+    code = f"import sys; from setuptools import build_meta; print(build_meta.{what}(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(out_dir.resolve())], cwd=tree, capture_output=True,
         text=True, env={"SOURCE_DATE_EPOCH": EPOCH, **os.environ},

@@ -167,7 +167,7 @@ def environment_rows() -> str:
 def search_order() -> str:
     """Where variants are looked for, in order."""
     everything = {env.VARIANT_DIR.name: "set", "XDG_CACHE_HOME": "set"}
-    wheel = env.Place("an installed `snapmla-kernels-sm90`", Path(), False)
+    wheel = env.Place("an installed `snapmla-kernels-sm90-cu13`", Path(), False)
     with (
         mock.patch.dict(os.environ, everything),
         mock.patch.object(env, "kernel_wheels", return_value=(wheel,)),

@@ -194,7 +194,8 @@ def cache_home() -> Path | None:
 
 @functools.cache
 def kernel_wheels() -> tuple[Place, ...]:
-    """Installed packages of variants (``snapmla-kernels-sm90``), by the name of their entry point.
+    """Installed packages of variants (``snapmla-kernels-sm90-cu13``), by the name of their entry
+    point.
 
     One that was built from other device sources than this package is refused: its functions may
     take other arguments.  Where this package has no note of its sources (a checkout, a bundle),

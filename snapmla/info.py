@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.families import FAMILIES
+from dsl_kernels.families import FAMILIES, UNTESTED
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import env, runtime
 from snapmla.errors import SnapMLAError
@@ -73,6 +73,8 @@ class Info:
         decodes: a card's index -> whether the common decode shapes have kernels, or may compile.
         software_gpu: whether CPU tensors run.
         missing: for a GPU that cannot decode, and for the software GPU where there is no GPU.
+        untested: architectures of cards and variants here whose kernels never ran on hardware.
+        next: the command to type next.
         absent: a sentence for each kind of kernels of which ops have no variant for a card here,
             and none can be compiled: how they are made.  A wheel of a part has them meant to be so.
             And one for each folder with variants that not all cards of their family load.
@@ -88,6 +90,8 @@ class Info:
     software_gpu: bool = False
     missing: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)
+    next: str = ""
 
     @property
     def good(self) -> bool:
@@ -123,7 +127,59 @@ def collect() -> Info:
     info.software_gpu = not wrong
     if not cards:
         info.missing += (text for text in wrong if text not in info.missing)
+    here = [card.arch for card in cards]
+    here += [name.split()[0] for folder in info.folders for name in folder.variants]
+    info.untested += (arch for arch in UNTESTED if arch in here)
+    info.next = _next(info)
     return info
+
+
+def installed(arch: str, device_type: str) -> dict[str, VariantSpec]:
+    """The plainest variant of each op that is built for an architecture and runs on such a device.
+
+    Plainest is the one with the most defaults; of equals the first of the family's default matrix.
+
+    Args:
+        device_type: ``cuda``, which loads libraries, or ``cpu``, the software GPU, which loads
+            objects and PTX.
+    """
+    found: dict[str, list[VariantSpec]] = {}
+    for spec in runtime.available():
+        if spec.arch == arch and _runs(spec, device_type):
+            found.setdefault(spec.op, []).append(spec)
+    return {op: _plainest(arch, found[op]) for op in FAMILIES if op in found}
+
+
+def _runs(spec: VariantSpec, device_type: str) -> bool:
+    artifact = runtime.find(spec)
+    if artifact is None:
+        return False
+    if device_type == "cuda":
+        return artifact.library is not None
+    return artifact.obj.is_file() and artifact.ptx.is_file()
+
+
+def _plainest(arch: str, specs: list[VariantSpec]) -> VariantSpec:
+    family = specs[0].family
+    order = [VariantSpec(op=family.op, arch=arch, **values) for values in family.points(arch)]
+
+    def rank(spec: VariantSpec) -> tuple[int, int]:
+        at = order.index(spec) if spec in order else len(order)
+        return family.changed(dict(spec.values)), at
+
+    return min(specs, key=rank)
+
+
+def _next(info: Info) -> str:
+    """The command that follows ``snapmla info``."""
+    if not info.good:
+        return "snapmla info, once what is missing is there"
+    device = "cuda" if info.cards else "cpu"
+    arch = info.cards[0].arch if info.cards else runtime.arch_of(torch.device("cpu"))
+    if arch is None or installed(arch, device):
+        return "snapmla selfcheck"
+    names = " ".join(spec.name for spec in needed(arch)[:4])  # one row tile is enough to begin
+    return f"python -m codegen build {names} && snapmla selfcheck"
 
 
 def _package() -> dict[str, str]:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.families import ARCHS, TARGETS
+from dsl_kernels.families import ARCHS, TARGETS, UNTESTED
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, env
 from snapmla.errors import UnsupportedDeviceError, VariantError
@@ -45,7 +45,6 @@ _ELSEWHERE = {
     12: "FlashInfer's sparse MLA kernels for SM120 and SM121, and vLLM's Triton fallback, serve "
     "there"
 }
-_NEVER_ON_HARDWARE = ("sm_100a",)
 _kernels: dict[tuple[VariantSpec, str], Kernel] = {}
 _modules: list[Any] = []  # libraries must outlive the functions taken from them
 _lock = threading.RLock()
@@ -116,7 +115,7 @@ def arch_of(device: torch.device) -> str:
         raise UnsupportedDeviceError(unserved(torch.cuda.get_device_name(device), capability))
     _met.add(capability)
     arch = _ARCH_OF_CAPABILITY[capability]
-    if arch in _NEVER_ON_HARDWARE:
+    if arch in UNTESTED:
         log.warning(
             "%s: the %s kernels have been executed on the software GPU only, never on hardware; "
             "compare results with snapmla.reference", torch.cuda.get_device_name(device), arch,
@@ -236,7 +235,7 @@ def _expect_sources(artifact: Artifact, record: dict[str, Any]) -> None:
 def argument_names(spec: VariantSpec) -> tuple[str, ...]:
     """Names of a built variant's arguments, in ABI order.  Raises VariantError if it is not built.
 
-    Host functions know the order; this is for tools, which call by name (``codegen.abi.ordered``).
+    Host functions know the order; tools call by name (``dsl_kernels.arguments.ordered``).
     """
     artifact = find(spec)
     if artifact is None:

@@ -21,7 +21,8 @@ import pytest
 from codegen import toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("dsl_kernels", "softgpu", "codegen", "snapmla", "profiles")  # from the bottom
+# From the bottom.
+FLOORS = ("dsl_kernels", "softgpu", "codegen", "snapmla", "snapmla_cli", "profiles")
 ABOVE = ("tests", "docs", "examples")
 
 

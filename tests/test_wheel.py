@@ -19,7 +19,7 @@ import pytest
 
 from tests.support import ROOT
 
-PACKAGES = ("snapmla", "codegen", "dsl_kernels", "softgpu")
+PACKAGES = ("snapmla", "snapmla_cli", "codegen", "dsl_kernels", "softgpu")
 
 
 def version(text: str) -> tuple[int, ...]:

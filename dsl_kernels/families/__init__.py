@@ -35,6 +35,7 @@ from .family import DECODE, HELPER, MHA, PREFILL, Axis, Family
 from .formats import FORMATS, Format
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
+UNTESTED: tuple[str, ...] = ("sm_100a",)  # whose kernels ran on the software GPU only
 # What a cubin is assembled for -> the compute capabilities that load it; variants of sm_100a are
 # assembled for either of the last two, and named alike.
 TARGETS: dict[str, tuple[tuple[int, int], ...]] = {

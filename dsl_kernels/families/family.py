@@ -47,6 +47,7 @@ class Axis:
         return self.named or values[self.name] != self.default_of(values)
 
 
+ROW_AXES = ("pipeline", "row_tile", "cluster")  # which kernel, and its rows
 HELPER, DECODE, MHA, PREFILL = "helper", "decode", "mha", "prefill"  # kinds that there are
 ITEM_OVERHEAD = 6  # token tiles: prologue, epilogue and merge of what decodes
 
@@ -114,6 +115,11 @@ class Family:
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, None if the op has none."""
         return next((a for a in self.axes if a.name == name), None)
+
+    def changed(self, values: Values) -> int:
+        """Number of axes, beside those of the rows, that have another value than their default."""
+        axes = (axis for axis in self.axes if axis.name not in ROW_AXES)
+        return sum(values[axis.name] != axis.default_of(values) for axis in axes)
 
 
 def every(axes: tuple[Axis, ...]) -> Callable[[str], Iterator[Values]]:

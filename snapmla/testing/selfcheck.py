@@ -8,12 +8,14 @@ this one is about seconds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
+from dsl_kernels.arguments import ordered
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.errors import VariantError
@@ -57,6 +59,7 @@ def check_kernel(
     names: Sequence[str] | None = None,
     *,
     again: bool = False,
+    most: int | None = None,
 ) -> Result:
     """Runs ``kernel``, the variant of ``spec``, on the small calls of its op.
 
@@ -65,18 +68,17 @@ def check_kernel(
         again: each call twice more, behind itself: what a grid writes before it has waited for
             the one before, which wrote the same, is found.  A call that writes over what it reads
             is left out: a second one has other inputs.
+        most: how many of the calls; None: all of them.
     """
-    from codegen import abi  # not at the top: ``decode_errors`` is of use without the compiler
-
     known = cast("softgpu.LoadedKernel", kernel).names.arguments if names is None else names
     torch.manual_seed(0)
     work, tiles = workloads.of(spec.op), 0
-    run = lambda given: kernel(*abi.ordered(known, given))
+    run = lambda given: kernel(*ordered(known, given))
     done: list[Call] = []
 
     def ran() -> Iterator[Call]:
         nonlocal tiles
-        for call in run_all(work.small(spec), run):
+        for call in run_all(itertools.islice(work.small(spec), most), run):
             tiles += work.tiles(spec, call)
             if again and not _in_place(call):
                 done.append(call)

@@ -33,6 +33,8 @@ SPECS = [
     VariantSpec(op="append_kv"),
     VariantSpec(op="quantize_q", mode="token_head"),
 ]
+NAME = wheels.name_of("sm_90a", toolchain.flavour() if toolchain.have_compiler() else "none")
+MODULE = NAME.replace("-", "_")
 Done = subprocess.CompletedProcess[str]
 
 
@@ -83,16 +85,16 @@ def test_what_they_are(made: wheels.Wheels) -> None:
     Names tell them from ``pip wheel .``'s and from wheels with other kernels.
     """
     assert made.host.name == f"snapmla-{env.__version__}+host-py3-none-any.whl"
-    flavour, total = toolchain.flavour(), [s.name for s in matrix.default_specs("sm_90a")]
-    label = wheels.label(flavour, [spec.name for spec in SPECS], total)
-    assert label.startswith(f"{flavour}.3of{len(total)}.s") and made.total == len(total)
-    head = f"snapmla_kernels_sm90-{env.__version__}+{label}-py3-none-manylinux_2_"
+    total = [s.name for s in matrix.default_specs("sm_90a")]
+    label = wheels.label([spec.name for spec in SPECS], total)
+    assert label.startswith(f"3of{len(total)}.s") and made.total == len(total)
+    head = f"{MODULE}-{env.__version__}+{label}-py3-none-manylinux_2_"
     found = re.fullmatch(rf"{re.escape(head)}(\d+)_(\w+)\.whl", made.kernels.name)
     assert found is not None and 17 <= int(found[1]) <= 28, made.kernels.name
     assert made.variants == len(SPECS)
     host, kernels = (zipfile.ZipFile(path) for path in (made.host, made.kernels))
     top = {name.partition("/")[0] for name in host.namelist() if ".dist-info/" not in name}
-    assert top == {"snapmla", "softgpu", "dsl_kernels"}
+    assert top == {"snapmla", "snapmla_cli", "softgpu", "dsl_kernels"}
     assert {"softgpu/runtime.c", "snapmla/data/cards.json", "snapmla/py.typed"} <= set(
         host.namelist()
     )
@@ -100,7 +102,7 @@ def test_what_they_are(made: wheels.Wheels) -> None:
         if name.endswith(".py"):
             assert "import cutlass" not in host.read(name).decode(), f"{name}: device code"
     top = {name.partition("/")[0] for name in kernels.namelist() if ".dist-info/" not in name}
-    assert top == {"snapmla_kernels_sm90"}
+    assert top == {MODULE}
     for wheel in (host, kernels):
         (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
         text = wheel.read(metadata).decode()
@@ -121,12 +123,12 @@ def test_equal_contents_make_equal_wheels(
 def test_labels() -> None:
     """Valid in a version, equal for equal sets, and a part's less than the whole's."""
     names = [f"v{i}" for i in range(134)]
-    full, part = wheels.label("cu13", names, names), wheels.label("cu13", names[:4], names)
-    assert full == "cu13.full" and re.fullmatch(r"cu13\.4of134\.s[0-9a-f]{8}", part)
-    assert part == wheels.label("cu13", names[3::-1], names)
-    assert part != wheels.label("cu13", names[1:5], names)
-    assert wheels.label("cu13", [*names, "outside"], names) == full
-    assert part.split(".")[1] < "full", "letters are greater: pip takes the whole of two"
+    full, part = wheels.label(names, names), wheels.label(names[:4], names)
+    assert full == "full" and re.fullmatch(r"4of134\.s[0-9a-f]{8}", part)
+    assert part == wheels.label(names[3::-1], names)
+    assert part != wheels.label(names[1:5], names)
+    assert wheels.label([*names, "outside"], names) == full
+    assert part < "full", "letters are greater: pip takes the whole of two"
 
 
 USE = f"""
@@ -137,7 +139,7 @@ from snapmla import runtime
 
 assert snapmla.__file__.startswith(sys.prefix), snapmla.__file__
 assert snapmla.__version__ + "+host" == importlib.metadata.version("snapmla")
-for name in ("snapmla", "snapmla-kernels-sm90"):
+for name in ("snapmla", "{NAME}"):
     files = importlib.metadata.distribution(name).files
     top = {{f.parts[0] for f in files if f.parts[0] != ".."}}
     assert not top & {{"codegen", "tests", "profiles", "docs", "examples"}}, top
@@ -167,7 +169,7 @@ def test_the_command_tells_what_is_there_and_what_is_missing(home: Path) -> None
     found = json.loads(done.stdout)
     assert found["package"]["kind"] == "wheel"
     assert found["package"]["commit"] == wheels.commit()
-    (folder,) = (f for f in found["folders"] if "snapmla-kernels-sm90" in f["what"])
+    (folder,) = (f for f in found["folders"] if NAME in f["what"])
     assert folder["variants"] == {
         "sm_90a merge": 1, "sm_90a append_kv": 1, "sm_90a quantize_q": 1,
     }  # fmt: skip
@@ -178,7 +180,7 @@ def test_the_command_tells_what_is_there_and_what_is_missing(home: Path) -> None
 @pytest.fixture
 def other_sources(home: Path) -> Iterator[None]:
     """The kernels are of another tree than the host."""
-    (note,) = (home / "lib").glob("python*/site-packages/snapmla_kernels_sm90/build.json")
+    (note,) = (home / "lib").glob("python*/site-packages/snapmla_kernels_sm90*/build.json")
     before = note.read_text()
     note.write_text(json.dumps({**json.loads(before), "sources": "0", "version": "0.0.9"}))
     yield
@@ -194,7 +196,7 @@ def test_kernels_of_other_sources_are_refused(home: Path, other_sources: None) -
     )
     done = run(home, "python", "-c", code)
     words = (
-        f"snapmla-kernels-sm90 0.0.9 was built from other kernel sources than snapmla "
+        f"{NAME} 0.0.9 was built from other kernel sources than snapmla "
         f"{env.__version__}: install both from one release"
     )
     assert done.stdout.count("\n") == 1 and words in done.stdout, done.stdout + done.stderr

@@ -89,7 +89,7 @@ def test_the_docs_tell_where_variants_are_searched(
     words = {
         tmp_path / "chosen": "`SNAPMLA_VARIANT_DIR`", env.ROOT / "build/variants": "the checkout's",
         env.ROOT / "snapmla/variants": "the package's own",
-        WHEEL.path: "an installed `snapmla-kernels-sm90`", cache: "the user's cache folder",
+        WHEEL.path: "an installed `snapmla-kernels-sm90-cu13`", cache: "the user's cache folder",
     }  # fmt: skip
     assert set(env.variant_dirs()) == set(words)
     page = (env.ROOT / "docs" / "integration.md").read_text("utf-8")

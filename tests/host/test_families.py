@@ -144,16 +144,16 @@ def test_a_wheel_of_its_kind(
     monkeypatch.setattr(bundle, "collect", lambda given, folder, *_: records)
     monkeypatch.setattr(bundle, "copy_variants", lambda folder, *_: folder.mkdir(parents=True))
     monkeypatch.setattr(wheels, "glibc_of", lambda libraries: (2, 28))
-    monkeypatch.setattr(wheels, "_build", build)
-    monkeypatch.setattr(wheels, "_check_setuptools", lambda: None)
+    monkeypatch.setattr(wheels, "build", build)
+    monkeypatch.setattr(wheels, "check_setuptools", lambda: None)
     monkeypatch.setattr(registry, "feasible", lambda spec: None)
-    monkeypatch.setattr(wheels, "_host", lambda root, note: _empty(root))
+    monkeypatch.setattr(wheels, "_host", _empty)
     found = wheels.make(specs, Path("none"), tmp_path, "sweeping")
     text = found.kernels.read_text()
-    assert 'name = "snapmla-kernels-sm90-sweeping"' in text and "+cu13.full" in text
-    assert 'sm90_sweeping = "snapmla_kernels_sm90_sweeping"' in text
+    assert 'name = "snapmla-kernels-sm90-cu13-sweeping"' in text and "+full" in text
+    assert 'sm90_cu13_sweeping = "snapmla_kernels_sm90_cu13_sweeping"' in text
     assert (found.variants, found.total) == (2, 2)
-    assert wheels.name_of("sm_90a") == "snapmla-kernels-sm90"
+    assert wheels.name_of("sm_100a", "cu12") == "snapmla-kernels-sm100-cu12"
 
 
 def _empty(root: Path) -> Path:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from codegen import closure, toolchain
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import __main__ as commands
 from snapmla import env, info, runtime
+from snapmla_cli import app
 from softgpu import runtime as softgpu_runtime
 
 DECODE_32 = decode_spec("etap", 32, 64, "bf16")
@@ -91,7 +91,7 @@ def test_kinds_that_are_not_built_are_told_with_how(
     helpers = by_kind["sm_90a, kind helper"]
     assert " merge, " in helpers and "plan_decode" not in helpers and "append_kv" not in helpers
     assert "no variant of dense_decode, sparse_decode" in by_kind["sm_90a, kind decode"]
-    done = CliRunner().invoke(commands.app, ["info"])
+    done = CliRunner().invoke(app, ["info"])
     assert (
         done.exit_code == 0 and "not built here, so that calls of them are refused:" in done.output
     )
@@ -273,7 +273,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     step(folder)
     card(monkeypatch, (9, 0), "NVIDIA H200 [a]")
     monkeypatch.setenv("SNAPMLA_NO_JIT", "1")
-    done = CliRunner().invoke(commands.app, ["info"])
+    done = CliRunner().invoke(app, ["info"])
     assert done.exit_code == 0, done.output
     for words in (
         f"snapmla             {env.__version__}, commit ", "NVIDIA H200 [a], sm_90: decodes",
@@ -281,10 +281,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     ):  # fmt: skip
         assert words in done.output, done.output
     assert "missing" not in done.output
-    as_json = json.loads(CliRunner().invoke(commands.app, ["info", "--json"]).output)
+    as_json = json.loads(CliRunner().invoke(app, ["info", "--json"]).output)
     assert as_json == dataclasses.asdict(info.collect()) | {"good": True}
     card(monkeypatch, (8, 0), "NVIDIA A100")
-    done = CliRunner().invoke(commands.app, ["info"])
+    done = CliRunner().invoke(app, ["info"])
     assert done.exit_code == 1 and "NVIDIA A100, sm_80: CANNOT DECODE" in done.output
     assert "missing:\n  NVIDIA A100 is sm_80" in done.output
 
@@ -294,6 +294,6 @@ def test_a_word_without_meaning_is_one_sentence(
 ) -> None:
     monkeypatch.setattr(runtime, "jit_refusal", env.NO_JIT.enabled)
     monkeypatch.setenv("SNAPMLA_NO_JIT", "disabled")
-    done = CliRunner().invoke(commands.app, ["info"])
+    done = CliRunner().invoke(app, ["info"])
     assert done.exit_code == 1 and done.output.startswith("SNAPMLA_NO_JIT: expected one of 1, true")
     assert done.output.count("\n") == 1

@@ -18,12 +18,12 @@ from codegen import matrix
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.mha_list import VALUES
 from dsl_kernels.spec import VariantSpec
-from snapmla import __main__ as commands
 from snapmla import dispatch, dsa, env, flash_mla, runtime
 from snapmla.dispatch import Model
 from snapmla.dispatch.needs import SPARSE_TOKENS
 from snapmla.dispatch.sparse_decode import REFERENCE
 from snapmla.errors import VariantError
+from snapmla_cli import app
 from tests.support.model_configs import CONFIGS
 
 BATCH, TOKENS = 2, 3
@@ -423,7 +423,7 @@ def test_another_architecture() -> None:
 
 
 def command(*words: str) -> Any:
-    return CliRunner().invoke(commands.app, ["needs", *words])
+    return CliRunner().invoke(app, ["needs", *words])
 
 
 def test_the_command() -> None:

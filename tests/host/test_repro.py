@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import __main__ as commands
 from snapmla import dump, repro, runtime
 from snapmla.sparse.plan import SparseOptions, plan_sparse
 from snapmla.testing import selfcheck
 from snapmla.testing.ds_mla import quantize_ds_mla_rows
+from snapmla_cli import app
 from tests.support import ROOT
 from tests.support.dense_steps import DenseStep
 from tests.support.needs import needs_compiler
@@ -188,7 +188,7 @@ def changed(path: Path, target: Path, **arguments: object) -> Path:
 
 
 def command(*words: str) -> tuple[int, list[str]]:
-    done = CliRunner().invoke(commands.app, ["repro", *words, "--software"])
+    done = CliRunner().invoke(app, ["repro", *words, "--software"])
     return done.exit_code, done.output.splitlines()
 
 

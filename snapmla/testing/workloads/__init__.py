@@ -13,7 +13,7 @@ is used by
 Checks of decodes on a GPU (``tests/gpu``) and bench rows of decodes have inputs of their own.
 
 Who runs a call knows its arguments by name only; their order is the record's
-(``codegen.abi.ordered``).  A workload is data and functions: ``call.py`` has the types,
+(``dsl_kernels.arguments.ordered``).  A workload is data and functions: ``call.py`` has the types,
 ``samples.py`` what torch draws, ``exact.py`` what is the same bits on every machine, ``rotary.py``
 what append_kv and quantize_q share.
 """

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsl_kernels.arguments import ordered
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
@@ -97,10 +98,8 @@ class DecodeJob:
 
     def run(self, kernel: softgpu.LoadedKernel) -> tuple[Tensor, Tensor]:
         """(out, lse) of one call, on the software GPU."""
-        from codegen import abi  # not at the top: ``arguments`` are of use without the compiler
-
         given = self.arguments()
-        kernel(*abi.ordered(kernel.names.arguments, given))
+        kernel(*ordered(kernel.names.arguments, given))
         return given["out"], given["lse"]
 
     def _planned(self) -> PlanTables:
