@@ -183,7 +183,7 @@ def test_a_process_that_calls_nothing_says_so_once(
 def test_a_first_step_that_cannot_be_looked_at_leaves_the_names(
     missing: str, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a release that has the method elsewhere: calls are ours, and the log says it."""
+    """Calls are ours, and the log says it, in a release that has the method elsewhere."""
     if missing == "method":
         del engine.update_step_context
     else:
