@@ -85,7 +85,9 @@ try: setup  ## recompile one variant, run it with the hazard check: VARIANT=deco
 	$(PY) -m codegen try $(VARIANT)
 	$(PY) -m snapmla.testing run --hazards collect $(VARIANT)
 
-## ARCHS    architectures of a release, by commas; CUDAS, MACHINES likewise: CUDA majors, CPUs
+## ARCHS    architectures of a release, by commas
+## CUDAS    CUDA majors of a release, by commas
+## MACHINES CPUs of a release, by commas
 release: setup  ## build and check what a release uploads: ARCHS= CUDAS= MACHINES= FILTER='*'
 	$(PY) -m codegen release $(if $(ARCHS),--arch $(ARCHS)) $(if $(CUDAS),--cuda $(CUDAS)) \
 	  $(if $(MACHINES),--machine $(MACHINES)) --filter '$(FILTER)'

@@ -167,7 +167,7 @@ def test_help_lists_every_target_and_variable() -> None:
     targets = set(re.findall(r"^([a-z-]+):", text, flags=re.M)) - {"setup"}  # PY= sets nothing up
     assert targets == set(re.findall(r"^\.PHONY: (.*)", text, flags=re.M)[0].split()) - {"setup"}
     variables = set(re.findall(r"^(\w+) \?=", text, flags=re.M)) | {
-        "PY", "VARIANT", "TORCH_INDEX", "SLICE", "LIMIT", "ONLY",
+        "PY", "VARIANT", "TORCH_INDEX", "SLICE", "LIMIT", "ONLY", "ARCHS", "CUDAS", "MACHINES",
     }  # fmt: skip
     done = make("help")
     listed = re.findall(r"^  ([\w-]+) +\S", done.stdout, flags=re.M)
@@ -201,7 +201,7 @@ def test_make_bench_names_the_variable_that_is_wrong() -> None:
 
 def test_clean_removes_what_was_made_and_no_more(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
-    sources = ["snapmla", "codegen", "dsl_kernels", "softgpu", "profiles", "tests", "docs"]
+    sources = ["snapmla", "snapmla_cli", "codegen", "dsl_kernels", "softgpu", "profiles", "tests", "docs"]
     kept = {*(f"{folder}/a.py" for folder in sources), "notes/__pycache__/mine", "venv/notes"}
     made = {"build/variants/a.o", ".mypy_cache/a", "snapmla/__pycache__/a.pyc"}
     for name in {*kept, *made, ".venv/pyvenv.cfg"}:
@@ -299,6 +299,7 @@ def test_softgpu_says_what_is_close_to_a_name(
 def test_without_a_gpu_it_is_one_sentence(tmp_path: Path, command: str) -> None:
     slow = {"profiles.record_softgpu", "profiles.record_wgmma", "profiles.ncu"}
     slow |= {"profiles.record_cost"}
+    slow |= {"merge_cost", "dsa_cost", "dsa_step_cost"}  # a table says which options it takes
     if slow.isdisjoint(command.split()):  # the others answer before they import torch
         (tmp_path / "sitecustomize.py").write_text(WITHOUT_COMPILER.replace("cutlass", "torch"))
     out = [] if "ncu" in command else ["--out", str(tmp_path / "out")]
