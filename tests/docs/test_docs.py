@@ -338,6 +338,42 @@ def test_faq_is_short() -> None:
     assert "(docs/faq.md)" in (ROOT / "README.md").read_text()
 
 
+def newest_section(changelog: str) -> str:
+    return re.split(r"^## ", changelog, flags=re.M)[1]
+
+
+def lists_of(section: str) -> tuple[list[str], list[str]]:
+    """Lines of the highlights, which stand before the first ``###``, and the entries behind it."""
+    head, *parts = re.split(r"^### .*\n", section, flags=re.M)
+    _, _, highlights = head.partition("Highlights:\n")
+    lines = [line for line in highlights.splitlines() if line.strip()]
+    items = (re.split(r"^\* ", part, flags=re.M) for part in parts)
+    return lines, [entry for _, *entries in items for entry in entries]
+
+
+def words_of(entry: str) -> int:
+    """Words between white space; an address of a link is none."""
+    return len(re.sub(r"\]\([^)]*\)", "]", entry).split())
+
+
+def test_entries_of_the_changelog_are_short() -> None:
+    """Of its newest section: five lines of highlights at most, 25 words an entry."""
+    section = newest_section((ROOT / "CHANGELOG.md").read_text())
+    highlights, entries = lists_of(section)
+    assert len(highlights) <= 5
+    starts = len(re.findall(r"^\*", section, flags=re.M))
+    assert len(entries) == starts - sum(line.startswith("*") for line in highlights)
+    assert not [entry for entry in entries if words_of(entry) > 25]
+
+
+def test_a_long_entry_is_found() -> None:
+    text = "## 2 (new)\n\nHighlights:\n\n* a\n  b\n\n### Added\n\n* one [two\n  three](x y)\n"
+    text += "* `a b` c\n\n### Fixed\n\n* d\n\n## 1\n\n### Added\n\n* old\n"
+    highlights, entries = lists_of(newest_section(text))
+    assert highlights == ["* a", "  b"]
+    assert [words_of(entry) for entry in entries] == [3, 3, 1]
+
+
 def test_tables_of_the_lab_book_have_a_legend() -> None:
     """In the paragraph before or behind each; shorthand is explained before it is used."""
     page = (ROOT / "docs" / "performance.md").read_text()
