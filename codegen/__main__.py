@@ -404,8 +404,9 @@ def release_command(
         console.print("a part of the matrix: its wheels have labels, which no index takes")
     console.print(
         "checked: twine, auditwheel, symbols; try it: "
-        f"python -m http.server --bind 127.0.0.1 --directory {into}, then pip install "
-        f"--extra-index-url http://127.0.0.1:8000/simple 'snapmla[{wanted[0].extra}]'",
+        f"python -m http.server --bind 127.0.0.1 --directory {into}, then, where torch is, "
+        "pip install --index-url http://127.0.0.1:8000/simple "
+        f"'snapmla[{wanted[0].extra}]'",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -32,7 +32,8 @@ from dsl_kernels.spec import VariantSpec
 LIMIT = 75_000_000  # bytes, unpacked
 RECORDS = "bundle.json"  # as snapmla.runtime reads it
 HOST_FILES = ("**/*.py", "data/*.json", "py.typed")  # of snapmla/
-NOT_PACKED = ("selfcheck.py", "__main__.py")  # run variants on the software GPU
+# what runs variants on the software GPU
+NOT_PACKED = ("selfcheck.py", "installed.py", "on_card.py", "__main__.py")
 SPEC_FILES = (
     "__init__.py",
     "py.typed",

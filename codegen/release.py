@@ -88,12 +88,21 @@ def refusals(wanted: list[Target]) -> list[str]:
             found.append(f"nothing is built for {machine} on {platform.machine()}")
         elif (reason := cross.refusal(cross.TARGETS[machine])) is not None:
             found.append(reason)
+    if changed := _changed():
+        found.append(f"the checkout differs from its commit, first in {changed[0]}: commit it")
     for ask in (check_changelog, wheels.check_setuptools):
         try:
             ask()
         except (ReleaseError, wheels.WheelError) as error:
             found.append(str(error))
     return found
+
+
+def _changed() -> list[str]:
+    """Files that git does not ignore and that are not as the commit has them, new ones too."""
+    words = ["git", "status", "--porcelain"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    return [line[3:] for line in done.stdout.splitlines()]
 
 
 # ------------------------------------------------------------------------------------- building
@@ -119,6 +128,10 @@ def check_changelog(text: str | None = None, version: str = VERSION) -> None:
     """Raises ReleaseError of a changelog without the version, or with more than it has."""
     text = (ROOT / "CHANGELOG.md").read_text() if text is None else text
     notes(text, version)
+    if re.search(rf"^## {re.escape(version)}[^\n]*not released", text, re.MULTILINE):
+        raise ReleaseError(
+            f"CHANGELOG.md calls {version} not released: write the day of the release there"
+        )
     if re.search(r"^## Unreleased[^\n]*\s+(?!## )\S", text, re.MULTILINE):
         raise ReleaseError(
             f"CHANGELOG.md has entries under 'Unreleased', which {version} would publish without "
@@ -283,16 +296,19 @@ def make(wanted: list[Target], pattern: str, out_dir: Path) -> list[Path]:
     bundle.requirements()
     if wrong := refusals(wanted):
         raise ReleaseError("\n".join(wrong))
+    out_dir = out_dir.resolve()  # commands run in the checkout
+    if out_dir.is_dir() and any(out_dir.iterdir()) and not (out_dir / INDEX).is_dir():
+        raise ReleaseError(f"{out_dir} holds something else than a release: name another folder")
     shutil.rmtree(out_dir, ignore_errors=True)
-    out_dir.mkdir(parents=True)
+    (out_dir / INDEX).mkdir(parents=True)
     make_sources(out_dir)
     for target in wanted:
         for words in commands(target, pattern, out_dir):
             if subprocess.run([sys.executable, "-m", "codegen", *words], cwd=ROOT).returncode:
                 raise ReleaseError(f"failed: python -m codegen {' '.join(words)}")
     (out_dir / NOTES).write_text(notes())
-    write_index(out_dir)
-    write_sums(out_dir)
     if wrong := check(out_dir, part=pattern != "*"):
         raise ReleaseError("\n".join(wrong))
+    write_index(out_dir)
+    write_sums(out_dir)
     return files(out_dir)

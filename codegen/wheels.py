@@ -127,7 +127,7 @@ def make_kernels(
 
 
 def note() -> dict[str, str]:
-    """Note on their making that packages carry (``snapmla.env.NOTE``)."""
+    """Note that packages carry (``snapmla.env.NOTE``)."""
     return {"version": VERSION, "commit": commit(), "sources": sources_digest()}
 
 

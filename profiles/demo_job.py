@@ -107,7 +107,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Batch:
-    """Home of the sequences: table and lengths on the device, and their host copy."""
+    """Block table and lengths on the device; ``lengths`` is the host's copy."""
 
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor

@@ -67,7 +67,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a rank."""
+    """A rank, its group and its device."""
 
     rank: int
     ranks: int

@@ -30,7 +30,7 @@ RACE = "race: "  # what a pair begins with, in findings
 
 @dataclass(frozen=True)
 class Means:
-    """Means of order between pairs that racecheck does not follow.
+    """Means of order pairs that racecheck does not follow.
 
     Attributes:
         title: heading of the page.

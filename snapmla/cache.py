@@ -81,8 +81,8 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def begins(self) -> tuple[launch.Begin, ...]:
-        """Starts as of every ``OverTensors``; asked is the caller's content, which kernels take as
-        bytes, and of 16 bits the caller's slices."""
+        """Begins of the caller's tensors: of the content, which kernels take as bytes, and of the
+        slices of a 16-bit cache."""
         return tuple(launch.begin_of(*part) for part in _KEPT[self.format].begins(self))
 
     @functools.cached_property

@@ -174,6 +174,8 @@ def _next(info: Info) -> str:
     """The command that follows ``snapmla info``."""
     if not info.good:
         return "snapmla info, once what is missing is there"
+    if info.package["kind"] == "bundle":
+        return "python -m snapmla.bundle"
     device = "cuda" if info.cards else "cpu"
     arch = info.cards[0].arch if info.cards else runtime.arch_of(torch.device("cpu"))
     if arch is None or installed(arch, device):

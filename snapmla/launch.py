@@ -70,7 +70,7 @@ def allocator(device: torch.device) -> Allocator:
 
 
 def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
-    """Function that is true of tensors that are, each in its turn, like these but for their place.
+    """Makes a check: are other tensors like these, each in its turn, wherever they lie?
 
     Of the same class, device, dtype, shape and strides, with no bit of ``torch``'s (negative,
     conjugate, inference) that these lack; never true of one tensor in two places: ask for each once
@@ -150,7 +150,7 @@ NOWHERE = -1
 
 
 def begin_of(tensor: torch.Tensor, asked: torch.Tensor | None = None) -> Begin:
-    """Address of ``tensor``.
+    """What to ask for the address of ``tensor``, and the address today.
 
     Args:
         asked: one that begins at the same byte, and is asked in its place.

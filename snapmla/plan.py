@@ -344,8 +344,10 @@ def make_plan(
     # the software GPU has no times, and what is traced for any size has no size
     if free and tile_ns and all(isinstance(extent, int) for extent in load):
         card = dispatch.card_of(device)
-        whole = shape.full and dispatch.stays_whole(card, spec, load)
-        whole = whole or dispatch.is_never_cut(card, spec, max_tiles)
+        if shape.full:
+            whole = dispatch.stays_whole(card, spec, load)
+        else:
+            whole = dispatch.is_never_cut(card, spec, max_tiles)
         split_tiles = max_tiles if whole else 0
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
 

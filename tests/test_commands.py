@@ -201,7 +201,16 @@ def test_make_bench_names_the_variable_that_is_wrong() -> None:
 
 def test_clean_removes_what_was_made_and_no_more(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
-    sources = ["snapmla", "snapmla_cli", "codegen", "dsl_kernels", "softgpu", "profiles", "tests", "docs"]
+    sources = [
+        "snapmla",
+        "snapmla_cli",
+        "codegen",
+        "dsl_kernels",
+        "softgpu",
+        "profiles",
+        "tests",
+        "docs",
+    ]
     kept = {*(f"{folder}/a.py" for folder in sources), "notes/__pycache__/mine", "venv/notes"}
     made = {"build/variants/a.o", ".mypy_cache/a", "snapmla/__pycache__/a.pyc"}
     for name in {*kept, *made, ".venv/pyvenv.cfg"}:

@@ -248,7 +248,7 @@ def references(model: MlaModel, device: torch.device) -> dict[str, dict[str, Ten
 
 
 def found(folder: Path, results: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Distance of engines and torch's models are from the exact one, and the engines' results."""
+    """Distance of engines and torch's models from the exact one, and the engines' results."""
     logs = references(spec.random_model(layers=4, heads=16), device)
     exact = logs["fp32"]
     logs |= {name: torch.load(folder / f"{name}.pt") for name in results}

@@ -209,7 +209,7 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Device that the plan lives on, and must be used."""
+        """Device that the plan lives on and must be used on."""
         return self.work_items.device
 
     @functools.cached_property

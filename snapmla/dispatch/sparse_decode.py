@@ -193,10 +193,10 @@ def stays_whole(card: Card, spec: VariantSpec, load: Load) -> bool:
 
 
 def is_never_cut(card: Card, spec: VariantSpec, tiles: int) -> bool:
-    """True if lists of at most so many tiles take least if none is cut, however long each one is.
+    """True if cutting lists takes as long as a list of at most so many tiles does.
 
-    Parts of whole lists take less than one list longer than equal parts, so nothing is lost where
-    cutting takes longer than a list.
+    Parts of whole lists take less than one list longer than equal parts.  What a list takes beside
+    its tiles (``load.ITEM_TILES``) is not counted: with few more lists than parts a cut may win.
     """
     tile = _tile_of(card, spec)
     return tile is not None and tiles * tile.tile_us <= tile.cut_us

@@ -258,7 +258,8 @@ def plan_sparse_decode(
     """Plans ``decode(..., indices=)``; share the plan between the layers of a step.
 
     Without ``topk_length`` a plan depends on shapes alone: one serves every step of these shapes.
-    Lists of two tiles (V4's window of 128 tokens) are never cut: it would take longer than they do.
+    With ``topk_length`` short lists (two tiles, of V4's window) are not cut unless ``num_parts`` or
+    ``fixed_split_tokens`` ask for it: the host cannot know if they are full.
 
     Args:
         num_heads: 1 to 128.

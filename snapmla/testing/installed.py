@@ -6,6 +6,7 @@ small calls (``snapmla.testing.workloads``), on a GPU or the software GPU.  Noth
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def check(spec: VariantSpec, device_type: str) -> Result:
 
 def _outcome(spec: VariantSpec, device_type: str) -> Outcome:
     started = time.perf_counter()
+    gc.collect()  # circles of large arrays of the op before, whose size the collector does not see
     try:
         result = check(spec, device_type)
     except Exception as error:  # whatever a kernel or a driver raises: the other ops are checked

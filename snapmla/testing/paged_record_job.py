@@ -173,8 +173,8 @@ class PagedRecordJob(RecordJob):
     # ---------------------------------------------------------------- truth
 
     def _errors(self, call: RecordCall, out: Tensor, lse: Tensor) -> DenseErrors:
-        """Errors as the base class', if query tokens see what is finite; of the others ``out`` and
-        the LSE are NaN, or count as ``outside``."""
+        """Errors as the base class', over query tokens that see what is finite; of the others
+        ``out`` and the LSE are NaN, or count as ``outside``."""
         begin, counts = self.shape.begin, call.counts
         sees = torch.zeros(len(counts), dtype=torch.bool)
         for i in self.shape.nan_last:

@@ -91,6 +91,20 @@ def test_short_lists_are_never_cut(row_tile: int, monkeypatch: pytest.MonkeyPatc
     assert plan_sparse(asked, 128, 1, lengths).split_tiles == 0  # as the caller says
 
 
+def test_full_lists_are_cut_where_the_costs_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token more than parts: whole lists would take twice as long, short ones, too."""
+    card = dispatch.card_named("H200")
+    monkeypatch.setattr(dispatch, "card_of", lambda device: card)
+    monkeypatch.setattr(SparseOptions, "tile_times", lambda *_: (2000, 10))
+    monkeypatch.setattr("snapmla.sparse.plan.sm_count", lambda device: 132)
+    monkeypatch.setattr(DecodePlan, "update_", lambda self, *_: self)
+    options = SparseOptions(num_heads=64, cache_dtype="fp8_v4")
+    lengths = torch.full((133,), 128, dtype=torch.int32)
+    assert plan_sparse(options, 128, 1, lengths).split_tiles == 2  # full or not: nobody knows
+    assert plan_sparse(options, 128, 1, lengths, full=True).split_tiles == 0
+    assert plan_sparse(options, 128, 1, lengths[1:], full=True).split_tiles == 2
+
+
 @pytest.mark.parametrize(
     ("heads", "tokens", "parts"),
     [(128, 1, 44), (128, 2, 44), (128, 3, 66), (64, 1, 132), (16, 4, 132), (65, 2, 44)],

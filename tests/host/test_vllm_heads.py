@@ -199,7 +199,7 @@ def test_prompts_that_fall_through(
     release: str | None, heads_of: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.33's kernel of prompts takes 16 heads; no kernel of decode does."""
-    monkeypatch.setattr(surface, "known_release", lambda: release)
+    monkeypatch.setattr(heads, "_release", lambda: release)
 
     def flash_mla_sparse_fwd(q: Any, *given: Any, **named: Any) -> Any:
         assert q.shape[1] == heads_of

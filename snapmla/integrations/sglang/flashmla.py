@@ -94,7 +94,7 @@ class Hook:
 
     @property
     def calls(self) -> int:
-        """Calls, as of ``flashmla_switch.Name``."""
+        """Number of calls of ours, as of ``flashmla_switch.Name``."""
         return 0 if self.name is None else self.name.calls
 
     def __call__(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:

@@ -52,7 +52,7 @@ class SnapMLATokenToKVPool(MLATokenToKVPool):
         self.caches = [self._cache(*each) for each in buffers]
 
     def _memory(self) -> Any:
-        """Pool from which SGLang wants allocations to come from."""
+        """Pool that SGLang's allocations come from."""
         pool = self.custom_mem_pool
         return torch.cuda.use_mem_pool(pool) if pool else nullcontext()
 

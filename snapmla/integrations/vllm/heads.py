@@ -15,6 +15,7 @@ vLLM's kernel, unless that takes as many: of prompts 0.33's does from 8 on.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import math
@@ -38,7 +39,8 @@ from snapmla.integrations.vllm import surface
 # of queries that vLLM's own kernel in front of V4's attention writes
 WRITTEN = (8, 16, 32, 64, 128)
 TAKEN = (64, 128)  # by FlashMLA's kernels
-OF_PROMPTS = {"0.33.0": WRITTEN}  # by a release's kernel of prompts on Hopper, where heads come so
+# by a release's kernel of prompts on Hopper, where heads come so: read in its text, never run
+OF_PROMPTS = {"0.33.0": WRITTEN}
 _OWNERS = {
     module: (owner, name, v4.RECORD.name if "deepseek_v4" in module else ds_mla.FORMAT)
     for module, owner, name in surface.PADDING
@@ -132,9 +134,15 @@ def _shards() -> int:
         return 1
 
 
+@functools.cache
+def _release() -> str | None:
+    """The recorded release that runs; looked up once, as calls of prompts ask for it."""
+    return surface.known_release()
+
+
 def taken(told: Mapping[str, Any]) -> tuple[int, ...]:
     """Heads that vLLM's kernel of a sparse call takes."""
-    release = surface.known_release() if "kv" in told else None
+    release = _release() if "kv" in told else None
     return TAKEN if release is None else OF_PROMPTS.get(release, TAKEN)
 
 

@@ -65,7 +65,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
-    """Judges beside the truth, rounded to the results' dtype; NaN where that is, and nowhere else:
+    """Compares with the truth, rounded to the results' dtype; NaN where that is, and nowhere else:
     an LSE that was written over makes values count that were of an empty part."""
     error, lse_error, allowed = 0.0, 0.0, 0.0
     for call in calls:

@@ -59,7 +59,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
-    """Judges beside the truth, rounded to the results' dtype; what is not split keeps its bits."""
+    """Compares with the truth, rounded to the results' dtype; what is not split keeps its bits."""
     error, lse_error, allowed, moved = 0.0, 0.0, 0.0, 0
     for call in calls:
         out, want = call.pairs["out"]
