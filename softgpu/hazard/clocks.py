@@ -5,9 +5,10 @@ collective accesses (``ldmatrix``, ``stmatrix``), its WGMMA groups, its bulk sto
 memory done, writes done) and its ``cp.async``; every mbarrier (1: initialised, p + 2: phase p has
 completed, with all copies that count on it); the end of the grids before this one; and what works
 on tensor memory (``tensor_clock``).  Row l of a warp's matrix ``vc`` holds, for each component, the
-time up to which lane l knows its work.  ``avc`` is the same for what the *async proxy* may rely on,
-if lane l starts asynchronous work: the columns of lanes and of ``cp.async``, whose copies are the
-generic proxy's, advance only with ``fence.proxy.async`` (PTX ISA 8.1.3, proxies).
+time up to which lane l knows its work. ``avc`` is the same for what the *async proxy* may rely on
+in shared memory (global memory: ``fences``), if lane l starts asynchronous work: the columns of
+lanes and of ``cp.async``, whose copies are the generic proxy's, advance only with
+``fence.proxy.async`` (PTX ISA 8.1.3, proxies).
 
 Synchronisation moves rows: a release takes a ``Stamp``, an acquire joins it.
 """
@@ -206,7 +207,7 @@ class WarpClock:
         self.vc[lanes, target] = np.maximum(self.vc[lanes, target], self.vc[lanes, source])
 
     def fence_proxy(self, m: Any) -> None:
-        """fence.proxy.async: all that lanes ``m`` know becomes visible to the async proxy."""
+        """A proxy fence of shared memory: what lanes ``m`` know of it the async proxy may use."""
         self._least = None
         lanes = lanes_of(m)
         fenced = np.maximum(self.avc[lanes], self.vc[lanes])

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..memory import KNOWN, OFFSET_MASK, RANK_SHIFT
 from .clocks import Layout, Stamp, joined
+from .fences import GlobalFences
 from .reports import Reports
 from .shadow import Index, Shadow
 from .tensor import TensorHazards
@@ -51,6 +52,7 @@ class ClusterHazards:
 
     Attributes:
         tensor: tensor memory, None where the architecture has none.
+        fences: proxy fences of global memory.
         number: of the cluster, from 1; 0 means nobody in shadows of global memory.
         pending: by rank, what may still touch a block's shared memory when it ends:
             component -> (time, event).
@@ -69,6 +71,7 @@ class ClusterHazards:
         self.shift = self.machine.program.shared_shift
         self.per_block = (cluster.shared.limit >> self.shift) + 1
         self.shared: Shadow = Shadow(cluster.size * self.per_block)
+        self.fences = GlobalFences(self.layout.lanes)
         self.report = Reports(self)
         columns = self.layout.tensor
         self.tensor = TensorHazards(self, columns) if columns is not None else None

@@ -131,7 +131,7 @@ class GlobalHazards:
 
     def read(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int) -> None:
         """Lanes ``m`` load ``nbytes`` each."""
-        self._early(wh, addr, m, nbytes, "read")
+        self.early(wh, addr, m, nbytes, "read")
         found = self._lanes(addr, m, nbytes)
         if found is None:
             return
@@ -141,8 +141,7 @@ class GlobalHazards:
         sh.reads.record(wh, idx, wh.clock.first + rows, wh.clock.time)
 
     def write(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int) -> None:
-        """Lanes ``m`` store ``nbytes`` each."""
-        self._early(wh, addr, m, nbytes, "write")
+        """Lanes ``m`` store ``nbytes`` each; ``early`` was told before the bytes changed."""
         found = self._lanes(addr, m, nbytes)
         if found is None:
             return
@@ -150,10 +149,11 @@ class GlobalHazards:
         self._check(wh, region, sh.writes, idx, rows, ("write", "write"))
         self._check(wh, region, sh.reads, idx, rows, ("read", "write"))
         sh.write(wh, idx, wh.clock.first + rows, wh.clock.time)
+        wh.owner.fences.wrote(wh.clock.first + rows, wh.clock.time)
 
     def synchronising(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int) -> None:
         """An atomic, relaxed or acquire access: races with nothing, but may come too early."""
-        self._early(wh, addr, m, nbytes, "access")
+        self.early(wh, addr, m, nbytes, "access")
 
     # ---- asynchronous accesses -----------------------------------------------------------------
     def async_read(self, wh: WarpHazards, lane: int, starts: Any, nbytes: int) -> None:
@@ -163,26 +163,49 @@ class GlobalHazards:
             region = self.memory.find(start)
             if region is None:
                 continue
-            self._early(wh, np.full(32, start, np.uint64), one, nbytes, "asynchronous read")
+            self.early(wh, np.full(32, start, np.uint64), one, nbytes, "asynchronous read")
             sh = self._shadows.get(region.base)
             if sh is None or not sh.written:
                 continue
             idx = self._granules(region, start, nbytes)
             last, me = sh.writes, wh.owner.number
             cluster = last.cluster[idx]
-            unknown = (cluster == me) & (wh.clock.avc[lane, last.comp[idx]] < last.time[idx])
-            unknown |= (cluster != 0) & (cluster != me)
+            unknown = (cluster != 0) & (cluster != me)
+            mine = np.nonzero(cluster == me)[0]
+            if len(mine):
+                unknown[mine] = ~self._visible(wh, lane, last.comp[idx[mine]], last.time[idx[mine]])
             if unknown.any():
                 rows = np.full(len(idx), lane)
                 actions = ("write", "asynchronous read")
                 self._report(wh, region, last, idx, rows, unknown, actions)
+
+    def _visible(self, wh: WarpHazards, lane: int, comp: Any, time: Any) -> NDArray[np.bool_]:
+        """Tells which of its own cluster's writes a copy may read that ``lane`` issues.
+
+        Bulk stores are the async proxy's own; what lanes stored needs a fence of global memory.
+        """
+        known = wh.clock.avc[lane, comp] >= time
+        stored = comp < wh.owner.layout.lanes
+        if stored.any():
+            fences = wh.owner.fences
+            known[stored] = fences.visible(wh.clock, lane, comp[stored], time[stored])
+        out: NDArray[np.bool_] = known
+        return out
+
+    def async_add(self, wh: WarpHazards, lane: int, starts: Any, nbytes: int) -> None:
+        """A bulk addition: atomic, so it races with no other, but it may come too early."""
+        one = np.arange(32) == lane
+        for start in map(int, starts):
+            self.early(wh, np.full(32, start, np.uint64), one, nbytes, "access")
 
     def async_write(self, wh: WarpHazards, lane: int, starts: Any, nbytes: int) -> None:
         """A bulk store writes ``nbytes`` at each address; complete when its group is waited for."""
         one = np.arange(32) == lane
         for start in map(int, starts):
             addr = np.full(32, start, np.uint64)
-            self.write(wh, addr, one, max(nbytes, 1 << self.shift))
+            whole = max(nbytes, 1 << self.shift)
+            self.early(wh, addr, one, whole, "write")
+            self.write(wh, addr, one, whole)
             region = self.memory.find(start)
             if region is not None:
                 idx = self._granules(region, start, nbytes)
@@ -190,7 +213,7 @@ class GlobalHazards:
                 self._shadow(region).write(wh, idx, comp, wh.bulk_group)
 
     # ---- reports -------------------------------------------------------------------------------
-    def _early(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int, action: str) -> None:
+    def early(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int, action: str) -> None:
         """Before griddepcontrol.wait: touches what the grid before this one writes?
 
         Not its own parameters: they may lie where a tensor was that the grid before wrote.

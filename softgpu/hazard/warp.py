@@ -209,6 +209,15 @@ class WarpHazards:
         """Lanes ``m`` know all but the last ``keep`` closed groups of cp.async to be complete."""
         self.clock.learn(m, self.agents["cp.async"], self.cp_group - 1 - keep, generic=True)
 
+    def fence_proxy(self, m: Any, shared: bool, outside: bool) -> None:
+        """fence.proxy.async: of ``shared`` memory, of global memory (``outside``), or both."""
+        if outside:
+            self.owner.fences.fence(self.clock, m)
+        if shared:
+            self.clock.fence_proxy(m)
+        else:
+            self.clock.time += 1
+
     # ---- mbarriers -----------------------------------------------------------------------------
     def init_barrier(self, lane: int, bar: MBarrier) -> None:
         """``lane`` initialises ``bar``.  Raises BarrierError if there are too many of them."""

@@ -275,8 +275,10 @@ def _bulk_store(ins: Instr, k: Decoder, mods: Mods, added: Any) -> Handler:
             if h is not None:
                 w.shared.span(s, n, "cp.async.bulk")
                 h.copy_out(int(lane), h.owner.span(s, n), s >> RANK_SHIFT)
-                if added is None:  # additions are atomic: they do not race with each other
-                    w.machine.globals.async_write(h, int(lane), [d], n)
+                told = (
+                    w.machine.globals.async_write if added is None else w.machine.globals.async_add
+                )
+                told(h, int(lane), [d], n)
             bulk_group(w, int(lane)).items.append(w.machine.issue(land, ins.opcode))
 
     return run

@@ -78,6 +78,8 @@ def write(w: Any, a: Any, m: Any, data: Any, n: int, space: str | None, track: b
     w.machine.version += 1
     h = w.hazard if track else None
     if space == "global":
+        if h is not None:  # compares bytes: before they change
+            w.machine.globals.early(h, a, m, n * data.dtype.itemsize, "write")
         w.machine.memory.store(a, m, data, n)
         if h is not None:
             w.machine.globals.write(h, a, m, n * data.dtype.itemsize)

@@ -28,12 +28,16 @@ def fence(ins: Instr, k: Decoder) -> Handler:
     proxy, barriers = "proxy" in ins.parts, "mbarrier_init" in ins.parts
     if proxy and "async" not in ins.parts and "async::generic" not in ins.parts:
         return nothing  # alias, tensormap: other proxies, not tracked
+    # a suffix restricts the fence to a state space; without one it covers all of them
+    of_shared = any("shared::" in part for part in ins.parts)
+    of_global = "global" in ins.parts
+    shared, outside = of_shared or not of_global, of_global or not of_shared
 
     def run(w: Any, m: Any) -> None:
         if w.hazard is None:
             return
         if proxy:
-            w.hazard.clock.fence_proxy(m)
+            w.hazard.fence_proxy(m, shared, outside)
         elif barriers:
             w.hazard.clock.fence_mbarriers(m)
 

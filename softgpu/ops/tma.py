@@ -217,8 +217,9 @@ def _track_store(
     w.shared.check(np.array([source], np.uint32), t.box_bytes, None, "tensor store", 16)
     w.hazard.copy_out(lane, _box(w, t, source), source >> RANK_SHIFT)
     rows, nbytes = rows_inside(t, coords)
-    if nbytes and not add:  # additions are atomic: they do not race with each other
-        w.machine.globals.async_write(w.hazard, lane, rows, nbytes)
+    if nbytes:
+        told = w.machine.globals.async_add if add else w.machine.globals.async_write
+        told(w.hazard, lane, rows, nbytes)
 
 
 def gathered(t: TensorMap) -> TensorMap:

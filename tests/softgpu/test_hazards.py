@@ -44,6 +44,7 @@ COPY = """@%p50 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::byte
     [%r5], [%rd1], 256, [%r1];\n"""
 CP = "cp.async.ca.shared.global [%r2], [%rd61], 4;"
 STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r5], 128;"
+ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r5], 128;"
 
 
 @dataclass
@@ -173,6 +174,11 @@ COPIES = {
         f"@!%p50 bra END; {wait('%r1+8')} {GAP}"
         f"{STORE} cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:",
         "fence.proxy.async.shared::cta;", events=("cp.async.ca", "cp.async.bulk.global"),
+    ),
+    "a proxy fence of global memory": Case(
+        "missing-proxy-fence", f"{ST} [%r2], 1; {INIT} {GAP} {EXPECT} {COPY} {wait()}",
+        "fence.proxy.async.shared::cta;", "fence.proxy.async.global;",
+        events=(ST, "cp.async.bulk"),
     ),
     "a proxy fence is no barrier": Case(
         "race",
@@ -366,6 +372,24 @@ GLOBAL = {
         "global-race",
         f"{INIT} @%p52 st.global.b32 [%rd61], 1; {GAP} {EXPECT} {COPY} {wait()}",
         "fence.proxy.async; bar.sync 0;", events=("st.global", "cp.async.bulk"), order_matters=True,
+    ),
+    "bulk copy behind a fence of shared memory": Case(
+        "global-race",
+        f"{INIT} @%p52 st.global.b32 [%rd61+-128], 1; {GAP} {EXPECT} {COPY} {wait()}",
+        "fence.proxy.async.global; bar.sync 0;", "fence.proxy.async.shared::cta; bar.sync 0;",
+        events=("st.global", "cp.async.bulk"),
+    ),
+    "bulk copy behind a fence that comes before the barrier": Case(
+        "global-race",
+        f"{INIT} @%p52 st.global.b32 [%rd61+-128], 1; {GAP} {EXPECT} {COPY} {wait()}",
+        "bar.sync 0; @%p50 fence.proxy.async.global;",
+        "@%p50 fence.proxy.async.global; bar.sync 0;", events=("st.global", "cp.async.bulk"),
+    ),
+    "bulk copy of a store behind the fence": Case(
+        "global-race",
+        f"{INIT} @%p52 st.global.b32 [%rd61+-128], 1; fence.proxy.async.global; bar.sync 0;"
+        f"@%p52 st.global.b32 [%rd61+-64], 2; {GAP} bar.sync 0; {EXPECT} {COPY} {wait()}",
+        "fence.proxy.async;", events=("st.global", "cp.async.bulk"),
     ),
     "cp.async of what the other warp wrote": Case(
         "global-race",
@@ -598,7 +622,19 @@ class Chain:
 WRITE, READ = "st.global.b32 [%rd61], %r99;", "ld.global.b32 %r10, [%rd61];"
 
 
-@pytest.mark.parametrize("access", [READ, WRITE, "red.global.add.u32 [%rd61], 1;", CP])
+ACCESSES = [
+    READ,
+    WRITE,
+    "st.global.b32 [%rd61], 9;",
+    "st.b32 [%rd61], 9;",
+    "st.global.v2.b32 [%rd1], {%r99, %r98};",
+    "red.global.add.u32 [%rd61], 1;",
+    "atom.global.exch.b32 %r10, [%rd61], 9;",
+    CP,
+]
+
+
+@pytest.mark.parametrize("access", ACCESSES)
 def test_a_dependent_launch_must_wait(monkeypatch: pytest.MonkeyPatch, access: str) -> None:
     chain = Chain(monkeypatch)
     chain.run("st.global.b32 [%rd61], 7;")
@@ -611,6 +647,20 @@ def test_a_dependent_launch_must_wait(monkeypatch: pytest.MonkeyPatch, access: s
     assert [e.text for e in error.value.events] == [" ".join(access.rstrip(";").split())]
     chain.run("griddepcontrol.wait;" + access + "cp.async.wait_all;")
     chain.run("ld.global.b32 %r10, [%rd61+128];")  # nobody writes there
+
+
+@pytest.mark.parametrize("access", [STORE, ADD])
+def test_a_bulk_store_of_a_dependent_launch_must_wait(
+    monkeypatch: pytest.MonkeyPatch, access: str
+) -> None:
+    chain = Chain(monkeypatch)
+    chain.run("st.global.b32 [%rd61], 7;")
+    ready = "st.shared.b32 [%r2], 9; fence.proxy.async.shared::cta; bar.warp.sync -1;"
+    done = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+    with pytest.raises(Hazard) as error:
+        chain.run(f"{ready} @%p50 {access} griddepcontrol.wait; {done}")
+    assert error.value.kind == "early-dependent-access"
+    chain.run(f"{ready} griddepcontrol.wait; @%p50 {access} {done}")
 
 
 def test_a_launch_that_does_not_wait_hands_on_what_it_could_overtake(
