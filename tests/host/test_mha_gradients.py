@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dsl_kernels.mha_grads import PAD, stats_blocks, stats_row
+from dsl_kernels.mha_list import most_tiles
 from snapmla import runtime
 from snapmla.errors import VariantError
 from snapmla.mha import (
@@ -448,6 +450,15 @@ def test_workspace_size() -> None:
             words = backward_workspace_size(tokens, tokens, batch, heads, heads)
             plain = backward_workspace_size(tokens, tokens, batch, heads, heads, 128)
             assert 4 * (words - plain) <= most * tokens * heads
+    for batch, length in ((40, 1), (40, 64), (9, 128), (3, 150)):  # what short sequences cost
+        tokens = batch * length
+        stats = 8 * PAD * stats_blocks(tokens, batch) * 128
+        lists = 4 * backward_workspace_size(tokens, tokens, batch, 128, 128, 128) - stats
+        assert lists <= 64 + 16 * most_tiles(tokens, batch) and lists < tokens * 128
+        # no block can be spared: the last sequence's rows end with the last one
+        last = stats_row(tokens - length, batch - 1) + -(-length // PAD) * PAD
+        assert PAD * (stats_blocks(tokens, batch) - 1) <= last <= PAD * stats_blocks(tokens, batch)
+        assert stats > 16 * tokens * 128
     own = backward_workspace_size(9, 9, 1, 64, 64, k_rope_heads=64)
     assert own == backward_workspace_size(9, 9, 1, 64, 64) + 9 * 64 * 48
     right: Call = {"total_q": 1, "total_k": 1, "batch": 1, "heads": 4, "kv_heads": 4}
