@@ -226,6 +226,10 @@ def report(out: Path) -> list[gates.Gate]:
     if turned := read(out, OLD_NEW):
         page = old_new.page(headed({OLD_NEW: turned}), turned["data"])
         write_atomic(out / "engine-sparse-old-new.md", page)
+    if side := read(out, SWITCHED):
+        page = switch.page(headed({SWITCHED: side}), side["data"])
+        write_atomic(out / f"engine-{SWITCHED}.md", page)
+        found += switch.gates(side["data"])
     for gate in found:
         console.print(f"{gate.verdict:13} {gate.name}: {gate.claim}")
         for figure in gate.figures:

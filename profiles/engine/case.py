@@ -72,6 +72,18 @@ def drafting(case: Case) -> dict[str, Any]:
     return {"speculative_config": config, "disable_log_stats": False}
 
 
+def connected() -> dict[str, Any]:
+    """Settings of prompts that are not read."""
+    from vllm.config import KVTransferConfig
+
+    return {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="RandomRows", kv_role="kv_both",
+            kv_connector_module_path="profiles.engine.filled",
+        )
+    }  # fmt: skip
+
+
 class Engine:
     """vLLM's ``LLM`` of a case, and what is asked of it."""
 
@@ -98,6 +110,7 @@ class Engine:
                 "cudagraph_capture_sizes": list(GRAPH_SIZES),
             },
             **(drafting(case) if case.drafts else {"block_size": 64}),
+            **(connected() if case.filled else {}),
         )  # fmt: skip
 
     def _recorder(self) -> type:

@@ -45,6 +45,7 @@ class Case:
         prefill: vLLM's ``mla_prefill_backend``; empty: its own choice.
         study: module of this package whose ``measure`` takes the place of all below but sizes.
         prefix_caching: prompts that begin alike share what is cached.
+        filled: prompts are not read: the cache of a DSA model holds random rows (``filled.py``).
         drafts: tokens that the model's own draft layer writes a step; 0: none.  The block size is
             vLLM's own choice then.
         draft_backend: the draft's ``attention_backend``; empty: vLLM's choice.
@@ -73,6 +74,7 @@ class Case:
     prefill: str = ""
     study: str = ""
     prefix_caching: bool = False
+    filled: bool = False
     drafts: int = 0
     draft_backend: str = ""
     prompts: str = ""

@@ -29,6 +29,7 @@ from profiles.gate import Gate
 from profiles.gate import page as gates_page
 from profiles.tables import sparse_v4_cost
 from profiles.tables.sparse_cost import filled
+from snapmla.cache import PagedKVCache
 from snapmla.integrations.vllm import flashmla
 
 KEPT, EQUAL = 0.92, 1.02  # of the row's ratio; times that count as equal
@@ -229,18 +230,26 @@ def flashmla_name() -> Any:
     return getattr(module, NAME)
 
 
-def measure(shapes: Sequence[tuple[int, int, int, int]] = SHAPES) -> dict[str, Any]:
-    """All shapes."""
+def each_shape(
+    shapes: Sequence[tuple[int, int, int, int]],
+) -> Iterator[tuple[Shape, Sequence[PagedKVCache]]]:
+    """Shapes and the two caches, the same for all, in inference mode with FlashMLA's names ours."""
+    flashmla_name()  # before a row takes FlashMLA's operator from vLLM's library
     torch.manual_seed(0)
-    found: dict[str, Any] = {}
-    flashmla_name()  # before the row takes FlashMLA's operator from vLLM's library
     with torch.inference_mode():
         device = torch.device("cuda")
         caches = [filled("fp8_v4", sparse_v4_cost.TOKENS, device, 64, mean=0.0) for _ in range(2)]
         for each in shapes:
-            shape = Shape(*each)
-            found[shape.label] = measured(shape, caches)
-            print(line(found[shape.label]), flush=True)
+            yield Shape(*each), caches
+            torch.cuda.empty_cache()
+
+
+def measure(shapes: Sequence[tuple[int, int, int, int]] = SHAPES) -> dict[str, Any]:
+    """All shapes."""
+    found: dict[str, Any] = {}
+    for shape, caches in each_shape(shapes):
+        found[shape.label] = measured(shape, caches)
+        print(line(found[shape.label]), flush=True)
     return found
 
 

@@ -19,7 +19,7 @@ import snapmla
 from profiles.engine import v4
 from profiles.engine.v4 import Shape, Step
 from profiles.tables import sparse_v4_cost
-from profiles.tables.sparse_cost import Lists, filled
+from profiles.tables.sparse_cost import Lists
 from snapmla import flash_mla
 from snapmla.cache import PagedKVCache
 from snapmla.sparse.decode import sparse_decode
@@ -223,16 +223,10 @@ def measured(shape: Shape, caches: Sequence[PagedKVCache]) -> dict[str, dict[str
 
 def measure(shapes: Sequence[tuple[int, int, int, int]] = SHAPES) -> dict[str, Any]:
     """All shapes."""
-    v4.flashmla_name()
     found: dict[str, Any] = {}
-    with torch.inference_mode():
-        device = torch.device("cuda")
-        caches = [filled("fp8_v4", sparse_v4_cost.TOKENS, device, 64, mean=0.0) for _ in range(2)]
-        for each in shapes:
-            shape = Shape(*each)
-            found[shape.label] = measured(shape, caches)
-            print("\n".join(lines(shape.label, found[shape.label])), flush=True)
-            torch.cuda.empty_cache()
+    for shape, caches in v4.each_shape(shapes):
+        found[shape.label] = measured(shape, caches)
+        print("\n".join(lines(shape.label, found[shape.label])), flush=True)
     return found
 
 

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -535,6 +536,34 @@ def test_microbatches_whose_step_calls_ours(
         del both
         make()
     assert not lines_of(caplog) and contexts.create_forward_context is theirs
+
+
+def test_no_lock_is_held_while_vllm_makes_a_context(
+    contexts: Any, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A context may be asked for in there, by this thread and by one that it waits for."""
+    monkeypatch.setenv("SNAPMLA_VLLM_FLASHMLA", "1")
+    made: list[str] = []
+
+    def create(attn_metadata: Any, vllm_config: Any) -> Context:
+        made.append(threading.current_thread().name)
+        if len(made) == 1:
+            make()
+            other = threading.Thread(target=make, name="other", daemon=True)
+            other.start()
+            other.join(5)
+        return Context()
+
+    contexts.create_forward_context = create
+    flashmla.install()
+    first_step.watch()
+    make = lambda: contexts.create_forward_context({"layer": 1}, config(None))
+    outer = threading.Thread(target=make, name="outer", daemon=True)
+    with caplog.at_level(logging.WARNING, flashmla.LOGGER):
+        outer.start()
+        outer.join(10)
+    assert not outer.is_alive() and made == ["outer", "outer", "other"]
 
 
 def test_our_backend_that_no_layer_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from codegen.artifacts import ROOT
-from profiles.engine import switch
+from profiles.engine import rows, switch
 from profiles.engine.spec import Case
 from snapmla import env
 
@@ -26,9 +27,35 @@ def test_cases(tmp_path: Path) -> None:
     ]  # fmt: skip
     for each in three:
         assert each.beside == ("switch", "backend", "old") and each.own_process
-        assert each.prefix_caching and each.lane == each.name
+        assert each.filled and each.lane == each.name
         each.write(tmp_path / "case.json")
         assert Case.read(tmp_path / "case.json") == each
+
+
+def test_caches_of_random_rows() -> None:
+    """Standard normal channels where each format has them, in pages that lie apart."""
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.zeros(3, 2, 64 * 656, dtype=torch.uint8)
+    cache = pool[:, 0].unflatten(1, (64, 656))
+    rows.fill(cache, generator)
+    assert not pool[:, 1].any()
+    parts = cache.contiguous().view(-1, 656).split((512, 16, 128), 1)
+    stored, scales, rope = (part.contiguous() for part in parts)
+    latents = stored.view(torch.float8_e4m3fn).float() * scales.view(
+        torch.float32
+    ).repeat_interleave(128, 1)
+    index = torch.zeros(3, 64, 132, dtype=torch.uint8)
+    rows.fill(index, generator)
+    keys, of_keys = (part.contiguous() for part in index.view(3, -1).split((64 * 128, 64 * 4), 1))
+    keys = keys.view(torch.float8_e4m3fn).float().unflatten(1, (64, 128))
+    keys = keys * of_keys.view(torch.float32)[..., None]
+    for values in (latents, rope.view(torch.bfloat16).float(), keys):
+        assert abs(values.mean()) < 0.02 and abs(values.std() - 1) < 0.02
+    assert len(keys.flatten(0, 1).unique(dim=0)) == 3 * 64
+    with pytest.raises(ValueError, match="rows of 576 bytes"):
+        rows.fill(torch.zeros(1, 64, 576, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="a cache of bytes in pages"):
+        rows.fill(torch.zeros(1, 64, 656))
 
 
 def test_whose_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

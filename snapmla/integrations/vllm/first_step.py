@@ -43,20 +43,25 @@ class _Watched:
         self.first: tuple[Any, Any] | None = None  # metadata and configuration of the first step
         self.made: list[Callable[[], Any]] = []  # its contexts, or None of those that are gone
         self.done = False
+        self.here = threading.local()  # ``making``: this thread is inside of vLLM's function
         functools.update_wrapper(self, theirs)
 
     def __call__(self, attn_metadata: Any, vllm_config: Any, *given: Any, **named: Any) -> Any:
         # contexts inside of another are parts of its step
-        if self.done or not attn_metadata or self.module.is_forward_context_available():
+        inside = getattr(self.here, "making", False) or self.module.is_forward_context_available()
+        if self.done or not attn_metadata or inside:
             return self.theirs(attn_metadata, vllm_config, *given, **named)
-        with _lock:  # engines in threads of one process share this
-            first = None
-            if self.first is None:
-                self.first = attn_metadata, vllm_config
-            elif not self.done and self._over():
-                first, self.done = self.first, True
+        self.here.making = True
+        try:  # without the lock: what vLLM does in there may wait for another thread
             context = self.theirs(attn_metadata, vllm_config, *given, **named)
+        finally:
+            self.here.making = False
+        first = None
+        with _lock:  # engines in threads of one process share this
+            if self.first is not None and not self.done and self._over():
+                first, self.done = self.first, True
             if not self.done:
+                self.first = self.first or (attn_metadata, vllm_config)
                 self.made.append(_reference(context))
         if first is not None:
             self._told(*first)
