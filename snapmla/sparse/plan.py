@@ -107,7 +107,7 @@ class SparseOptions(PlanOptions):
         """A format that sparse attention reads."""
         return dispatch.sparse_cache_name(self.cache_dtype)
 
-    @property
+    @functools.cached_property
     def cache_name(self) -> str:
         """The format."""
         return cast(str, self.cache_dtype)
