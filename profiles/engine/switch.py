@@ -43,8 +43,8 @@ def cases(folder: Path, old: bool) -> list[Case]:
     shared: dict[str, Any] = study.SPARSE
     return [
         Case(
-            name=name, model=str(folder / f"sparse{study.LAYERS}"), study="switch", lane=name,
-            beside=names, prompts=str((folder / PROMPTS).resolve()), own_process=True,
+            name=name, model=str((folder / f"sparse{study.LAYERS}").resolve()), study="switch",
+            lane=name, beside=names, prompts=str((folder / PROMPTS).resolve()), own_process=True,
             filled=True, flashmla=name == SWITCH, sparse=name != SWITCH,
             longest=study.SPARSE_LONGEST, cache_gib=study.LAYERS * 0.9 + 2, **shared,
         )
