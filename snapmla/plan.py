@@ -235,7 +235,7 @@ class PlanOptions:
         """Tokens that an entry of the table names."""
         return checks.page_size_of(self.cache_name, self.page_size)
 
-    @functools.cached_property
+    @property
     def cache_name(self) -> str:
         """``cache_dtype`` as variants' names and plans have it: the name of a format."""
         return dispatch.cache_name(self.cache_dtype)
@@ -326,17 +326,16 @@ def make_plan(
     num_parts, fixed_overhead = options.num_parts, options.fixed_overhead
     if fixed_overhead is None:
         fixed_overhead = spec.family.item_overhead
-    token_tile = spec.token_tile
-    split_tiles = _split_tiles(options.fixed_split_tokens, token_tile)
+    split_tiles = _split_tiles(options.fixed_split_tokens, spec.token_tile)
     sequences, tokens = batch * kv_heads, queries.total_q * kv_heads
     units = unit_capacity(sequences, queries.s_q, tokens, group, unit_rows)
     if num_parts is None:
         num_parts = options.parts(device, unit_rows, units, spec)
-    max_tiles = -(-max_pages * page_size // token_tile)
+    max_tiles = -(-max_pages * page_size // spec.token_tile)
     longest, stretches = 0, 1
     most = options.format.longest_item or dispatch.longest_item(spec)
     if most and not split_tiles:
-        longest = most // token_tile
+        longest = most // spec.token_tile
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     tile_ns, read_ns = options.tile_times(device, spec)
@@ -377,7 +376,7 @@ def make_plan(
         pipeline=spec.pipeline,
         row_tile=spec.row_tile,
         unit_rows=unit_rows,
-        token_tile=token_tile,
+        token_tile=spec.token_tile,
         fixed_overhead=fixed_overhead,
         causal=bool(options.causal),
         split_tiles=split_tiles,

@@ -107,7 +107,7 @@ class SparseOptions(PlanOptions):
         """A format that sparse attention reads."""
         return dispatch.sparse_cache_name(self.cache_dtype)
 
-    @functools.cached_property
+    @property
     def cache_name(self) -> str:
         """The format."""
         return cast(str, self.cache_dtype)
