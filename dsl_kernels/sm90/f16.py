@@ -44,7 +44,7 @@ from ..common.smem import struct_of
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx import fp8_entry, sparse_entry
+from ..smxx.entry import Fp8Entry, SparseEntry
 from .decode import Decode, infeasible
 from .f16_parts import GatheredParts, Parts, layouts_of
 from .f16_softmax import F16Softmax
@@ -97,10 +97,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    entry, fakes = fp8_entry.Fp8Entry, fp8_entry.fake_args
-    if spec.op == "sparse_decode":
-        entry, fakes = sparse_entry.SparseEntry, sparse_entry.fake_args
-    return entry(Decode(spec, F16(spec))), fakes(spec)
+    entry = SparseEntry if spec.op == "sparse_decode" else Fp8Entry
+    return entry(Decode(spec, F16(spec))), entry.fake_args(spec)
 
 
 class F16(Mix16):

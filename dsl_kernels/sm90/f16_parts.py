@@ -27,7 +27,7 @@ from ..common.types import BF16, F8, F16, ROW_MAJOR, U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.fp8_entry import row_facts
+from ..smxx.entry import row_facts
 from . import fp8_parts
 from .fragments import padded_size, row_position
 from .mix16_parts import QueryRows, unpack

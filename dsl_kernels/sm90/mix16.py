@@ -60,7 +60,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..cache_records.ds_mla import GROUPS
+from ..cache_records.ds_mla import GROUPS, RECORD
 from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..common.smem import array, staged, struct_of
@@ -68,7 +68,7 @@ from ..common.types import F16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.record_entry import RecordEntry, fake_args
+from ..smxx.entry import RecordEntry
 from ..stamp import Stamp
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
@@ -138,7 +138,7 @@ def barriers_of(spec: VariantSpec, parts: Parts) -> tuple[bud.Barrier, ...]:
 
 
 def build(spec: VariantSpec):
-    return RecordEntry(Decode(spec, Mix16(spec))), fake_args(spec)
+    return RecordEntry(Decode(spec, Mix16(spec))), RecordEntry.fake_args(spec, RECORD)
 
 
 class Mix16(ProductsOfV):

@@ -18,7 +18,7 @@ from ..common.gather import TokenLists
 from ..common.gather_records import GatherRecords
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.record_entry import RecordEntry, fake_args
+from ..smxx.entry import RecordEntry
 from . import mix16
 from .decode import Decode
 from .mix16_content import (
@@ -68,4 +68,4 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec):
     parts = NopeParts(spec)
     pipeline = Mix16Content(spec, parts, ContentSoftmax(parts), REGISTERS)
-    return RecordEntry(Decode(spec, pipeline)), fake_args(spec, RECORD)
+    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)

@@ -16,7 +16,7 @@ from .. import compat
 from ..cache_records.nope import RECORD
 from ..common.gather_pages import AnyPages, FromPages
 from ..common.types import U8
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from ..smxx.entry import PagedRecordEntry
 from .decode import Decode
 from .mix16_content import (
     ContentRows,
@@ -67,4 +67,4 @@ def build(spec: VariantSpec):
     cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), RECORD.token_bytes))
     parts = PagedNopeParts(spec)
     decode = Decode(spec, Mix16Content(spec, parts, PagedNopeSoftmax(parts), REGISTERS))
-    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)

@@ -34,7 +34,7 @@ from ..common.stamps import Stamps
 from ..common.types import U8, U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from ..smxx.entry import PagedRecordEntry
 from . import mix16
 from .decode import Decode, infeasible
 from .fragments import mask, pad_layout, padded_size, row_position
@@ -72,7 +72,7 @@ def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
 def build(spec: VariantSpec):
     cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), ROW_BYTES))
     decode = Decode(spec, PagedMix16(spec))
-    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)
 
 
 class LimitedRows(QueryRows):

@@ -37,11 +37,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..cache_records.v4 import RECORD
 from ..common import budget as bud
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.two_list_entry import TwoListEntry, fake_args
+from ..smxx.entry import TwoListEntry
 from . import mix16
 from .decode import Decode, infeasible
 from .mix16_overlap import softmax_of
@@ -94,7 +95,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return TwoListEntry(Decode(spec, Mix16V4(spec))), fake_args(spec)
+    return TwoListEntry(Decode(spec, Mix16V4(spec))), TwoListEntry.fake_args(spec, RECORD)
 
 
 class Mix16V4(ProductsOfV4):

@@ -29,7 +29,7 @@ from ..common.gather_v41 import GatherV41
 from ..common.types import U16, U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.two_list_entry import TwoListEntry, fake_args
+from ..smxx.entry import TwoListEntry
 from . import mix16
 from .decode import Decode
 from .mix16_content import (
@@ -136,5 +136,5 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def build(spec: VariantSpec):
     parts = V41Parts(spec)
-    pipeline = Mix16V41(spec, parts, V41Softmax(parts), REGISTERS)
-    return TwoListEntry(Decode(spec, pipeline)), fake_args(spec, RECORDS[spec.cache_dtype])
+    entry = TwoListEntry(Decode(spec, Mix16V41(spec, parts, V41Softmax(parts), REGISTERS)))
+    return entry, entry.fake_args(spec, RECORDS[spec.cache_dtype])

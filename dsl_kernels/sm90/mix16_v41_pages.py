@@ -19,15 +19,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from .. import compat
 from ..cache_records import v41
 from ..cache_records.v41 import GROUP
 from ..common.gather_pages import AnyPages
 from ..common.gather_pages_v41 import GatherPagesV41
-from ..common.types import U8, U32
+from ..common.types import U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from ..smxx.entry import PagedRecordEntry, bytes_of_pages
 from .decode import Decode
 from .mix16_content import ContentRows, budget_of, infeasible_because
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, Quiet
@@ -103,9 +102,8 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def build(spec: VariantSpec):
-    token = v41.ROWS.token_bytes  # of both byte orders
-    shape = (compat.sym(name="pages"), compat.sym(name="P"), token)
-    cache = compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), token, 1))
     parts = PagedV41Parts(spec)
     decode = Decode(spec, Mix16V41(spec, parts, PagedV41Softmax(parts), REGISTERS))
-    return PagedRecordEntry(decode), fake_args(spec, cache, v41.ROWS.channels)
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(
+        spec, bytes_of_pages(v41.ROWS), v41.ROWS.channels
+    )

@@ -16,15 +16,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from .. import compat
 from ..cache_records.v4 import GROUPS, RECORD
 from ..common.gather_pages import AnyPages
 from ..common.gather_pages_v4 import GatherPagesV4
 from ..common.gather_v4 import LINES
-from ..common.types import U8, U32
+from ..common.types import U32
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from ..smxx.entry import PagedRecordEntry, bytes_of_pages
 from . import mix16_v4
 from .decode import Decode, infeasible
 from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, Quiet, claiming
@@ -47,11 +46,10 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    token = RECORD.token_bytes
-    shape = (compat.sym(name="pages"), compat.sym(name="P"), token)
-    cache = compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), token, 1))
     decode = Decode(spec, PagedMix16V4(spec))
-    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(
+        spec, bytes_of_pages(RECORD), RECORD.channels
+    )
 
 
 class LimitedV4Rows(LimitedRows, V4QueryRows):

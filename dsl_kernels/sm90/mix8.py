@@ -32,14 +32,14 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
-from ..cache_records.ds_mla import GROUPS
+from ..cache_records.ds_mla import GROUPS, RECORD
 from ..common import budget as bud
 from ..common.types import BF16, F8, U32
 from ..common.work_list import LOG2E
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.record_entry import RecordEntry, fake_args
+from ..smxx.entry import RecordEntry
 from . import mix16
 from .decode import Decode, infeasible
 from .fragments import padded_size, row_position
@@ -80,7 +80,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return RecordEntry(Decode(spec, Mix8(spec))), fake_args(spec)
+    return RecordEntry(Decode(spec, Mix8(spec))), RecordEntry.fake_args(spec, RECORD)
 
 
 @compat.dsl_user_op
