@@ -98,19 +98,15 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def build(spec: VariantSpec):
     entry = SparseEntry if spec.op == "sparse_decode" else Fp8Entry
-    return entry(Decode(spec, F16(spec))), entry.fake_args(spec)
+    parts = parts_of(spec)
+    pipeline = F16(parts, F16Softmax(parts), budget(spec))
+    return entry(Decode(spec, pipeline)), entry.fake_args(spec)
 
 
 class F16(Mix16):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     sum_factor, converts = 1.0, False
-
-    def __init__(self, spec: VariantSpec):
-        self.parts, self.budget = parts_of(spec), budget(spec)
-        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = F16Softmax(self.parts)
-        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     # ---------------------------------------------------------------- host half
 

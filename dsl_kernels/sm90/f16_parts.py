@@ -131,7 +131,7 @@ class Parts(fp8_parts.Parts):
         queries: rows of Q in 16 bits.
     """
 
-    gathers = False
+    gathers, limits = False, None  # those of rows are beside their factors
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         super().__init__(

@@ -106,9 +106,13 @@ def q_stages(spec: VariantSpec) -> int:
     return 2 if spec.row_tile < FEW_ROWS else 1
 
 
-def parts_of(spec: VariantSpec) -> Parts:
-    """What the pipeline is composed of."""
-    return Parts(spec, stages=stages_of(spec), q_stages=q_stages(spec))
+def parts_of(spec: VariantSpec, made: Any = Parts, **members: Any) -> Parts:
+    """What the pipeline is composed of.
+
+    Args:
+        made: ``Parts`` or a class of it; ``members`` as it takes them.
+    """
+    return made(spec, stages=stages_of(spec), q_stages=q_stages(spec), **members)
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
@@ -138,7 +142,9 @@ def barriers_of(spec: VariantSpec, parts: Parts) -> tuple[bud.Barrier, ...]:
 
 
 def build(spec: VariantSpec):
-    return RecordEntry(Decode(spec, Mix16(spec))), RecordEntry.fake_args(spec, RECORD)
+    parts = parts_of(spec)
+    pipeline = Mix16(parts, softmax_of(spec, MixSoftmax)(parts), budget(spec))
+    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)
 
 
 class Mix16(ProductsOfV):
@@ -150,11 +156,10 @@ class Mix16(ProductsOfV):
 
     converts = True
 
-    def __init__(self, spec: VariantSpec):
-        self.parts, self.budget = parts_of(spec), budget(spec)
-        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = softmax_of(spec, MixSoftmax)(self.parts)
-        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
+    def __init__(self, parts: Any, softmax: Any, budget: bud.Budget):
+        self.parts, self.softmax, self.budget = parts, softmax, budget
+        self.rows_cta, self.stages = parts.rows, parts.stages
+        _, self.softmax_regs, self.pv_regs = (group.registers for group in budget.groups)
 
     # ---------------------------------------------------------------- host half
 

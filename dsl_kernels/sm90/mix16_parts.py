@@ -31,7 +31,7 @@ from ..common.barriers import Ring
 from ..common.cache_format import CacheFormat, Loaded, Plane
 from ..common.gather import TokenLists
 from ..common.gather_records import GatherRecords
-from ..common.loader import Cache, Readers
+from ..common.loader import Cache
 from ..common.q_tiles import QTiles
 from ..common.smem import array, one_stage
 from ..common.stamps import Stamps
@@ -394,12 +394,14 @@ class RecordScales:
     Attributes:
         groups: of a token.
         words: from a token's ratios for K to the next one's.
+        quiet: ``clear(scales, st, stage)``, which clears V of what is not finite, for tokens that
+            not all rows see; None: all rows see the same.
     """
 
     groups = words = GROUPS
 
-    def __init__(self, stages: int):
-        self.stages = stages
+    def __init__(self, stages: int, quiet: Any = None):
+        self.stages, self.quiet = stages, quiet
 
     @property
     def fields(self) -> dict:
@@ -430,7 +432,14 @@ class RecordScales:
 
     def maker(self, st):
         """``on_full`` of the loader (gather_records.py)."""
-        return lambda stage, named, top: self._make(st, stage, named, top)
+
+        def make(stage, named, top):
+            top = self._make(st, stage, named, top)
+            if self.quiet is not None:
+                self.quiet.clear(self, st, stage)
+            return top
+
+        return make
 
     @cute.jit
     def _make(self, st, stage, named, top):
@@ -502,26 +511,32 @@ class Parts:
         work, q_tiles, loads, scales, queries: work list, Q, KV tiles, scales in the ring, rows of
             Q.
         stamps: recorder of events, off in ordinary builds.
+        q_format: planes of Q.
+        whole_lines: whether a copy takes a line of four rows whatever ``lines`` says.
+        limits: ``RowLimits`` where rows see more or less of a sequence; None: all see the same.
     """
 
-    cluster = 1
+    cluster, limits = 1, None
+    q_format = Q_FORMAT
+    whole_lines = False
 
     def __init__(
-        self, spec: VariantSpec, *, stages: int, q_stages: int, q_readers: Readers = Q_READERS,
-        k_readers: Readers = K_READERS,
+        self, spec: VariantSpec, *, stages: int, q_stages: int, work: Any = TokenLists,
+        loader: Any = GatherRecords, queries: Any = QueryRows, scales: Any = RecordScales,
+        quiet: Any = None, limits: Any = None,
     ):  # fmt: skip
+        """Classes of the members; ``quiet``: what ``scales`` have; ``limits``: made."""
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = TokenLists(TILE)
+        self.work = work(TILE)
         self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=q_readers
+            self.q_format, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )
-        self.loads = GatherRecords(
-            self.work, stages=stages, q_stages=q_stages, readers=k_readers,
-            by_lines=bool(spec.lines), halves=bool(spec.halves),
+        self.loads = loader(
+            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
+            by_lines=self.whole_lines or bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
-        self.scales = RecordScales(stages)
-        self.queries = QueryRows(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
+        self.scales, self.queries = scales(stages, quiet), queries(self.rows)
+        self.limits, self.stamps = limits, Stamps(bool(spec.stamps))
 
     def cache(self, tma: Tma, gmem: Any) -> Cache:
         """What the loader reads."""
@@ -548,10 +563,14 @@ class Parts:
         """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""
         size = cute.cosize
         return dict(
-            **self.scales.fields,
-            **self.queries.fields,
+            **self.fields_of_rows(),
             qc=array(BF16, size(layouts.q[0]), 1024),
             kc=array(F8, size(layouts.k[0]), 1024),
             kr=array(BF16, size(layouts.k[1]), 1024),
             qr=array(BF16, size(layouts.q[1]), 1024),
         )
+
+    def fields_of_rows(self) -> dict:
+        """Scales, what the rows of Q have, and their limits."""
+        limits = {} if self.limits is None else self.limits.fields
+        return {**self.scales.fields, **self.queries.fields, **limits}

@@ -17,18 +17,13 @@ from ..cache_records.v4 import CONTENT, GROUPS, SCALE_BYTES
 from ..common.cache_format import CacheFormat, Plane
 from ..common.gather_v4 import LINES, GatherV4, TwoLists
 from ..common.smem import array
-from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from .mix16_parts import (
-    Parts,
-    QueryRows,
-    RecordQueries,
-)
+from .mix16_parts import Parts, QueryRows
 from .mix16_powers import PowerScales
 from .mix16_softmax import MixSoftmax
-from .roles import K_READERS, Q_READERS, Layouts
+from .roles import Layouts
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -82,29 +77,14 @@ class V4Scales(PowerScales):
 
 
 class V4Parts(Parts):
-    """``Parts`` of V4's pages.
+    """``Parts`` of V4's pages."""
 
-    Attributes:
-        lists, loader, queries_of, scales_of, rows_of_q: classes of its members.
-    """
+    q_format, whole_lines = Q_FORMAT, True
 
-    lists: Any = TwoLists
-    loader: Any = GatherV4
-    queries_of, scales_of, rows_of_q = RecordQueries, V4Scales, V4QueryRows
-
-    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
-        self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = self.lists(TILE)
-        self.q_tiles = self.queries_of(
-            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
-        )
-        self.loads = self.loader(
-            self.work, stages=stages, q_stages=q_stages, readers=K_READERS, by_lines=True,
-            halves=bool(spec.halves),
-        )  # fmt: skip
-        self.scales = self.scales_of(stages)
-        self.queries = self.rows_of_q(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
+    def __init__(self, spec: VariantSpec, **members: Any):
+        """``members``: what is not as over lists."""
+        own = {"work": TwoLists, "loader": GatherV4, "scales": V4Scales, "queries": V4QueryRows}
+        super().__init__(spec, **{**own, **members})
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """And P in BF16."""

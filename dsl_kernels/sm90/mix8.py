@@ -80,7 +80,9 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return RecordEntry(Decode(spec, Mix8(spec))), RecordEntry.fake_args(spec, RECORD)
+    parts = mix16.parts_of(spec, queries=QueryE4m3, scales=FencedScales)
+    pipeline = mix16.Mix16(parts, softmax_of(spec, Fp8Scores)(parts), budget(spec))
+    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)
 
 
 @compat.dsl_user_op
@@ -226,14 +228,3 @@ class Fp8Scores(MixSoftmax):
         for v in cutlass.range_constexpr(self.fragment.values):
             b[v] = b[v] + a[v]
         return b
-
-
-class Mix8(mix16.Mix16):
-    """The pipeline (``decode.Pipeline``)."""
-
-    def __init__(self, spec: VariantSpec):
-        super().__init__(spec)
-        self.budget = budget(spec)
-        self.parts.queries = QueryE4m3(self.rows_cta)
-        self.parts.scales = FencedScales(self.stages)
-        self.softmax = softmax_of(spec, Fp8Scores)(self.parts)
