@@ -46,11 +46,11 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.entry import Fp8Entry, SparseEntry
 from .decode import Decode, infeasible
-from .f16_parts import GatheredParts, Parts, layouts_of
+from .f16_parts import GatheredParts, Parts
 from .f16_softmax import F16Softmax
 from .fp8_parts import STAGE_BYTES
 from .mix16 import SMALL_BYTES, Mix16, q_stages, stages_of
-from .roles import INV_RING, Barrier, Layouts
+from .roles import INV_RING, Barrier
 from .softmax_role import P_RING, P_STAGES, hand_over_fields
 
 if TYPE_CHECKING:
@@ -109,9 +109,6 @@ class F16(Mix16):
     sum_factor, converts = 1.0, False
 
     # ---------------------------------------------------------------- host half
-
-    def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
 
     def storage(self, layouts):
         return struct_of(

@@ -74,7 +74,7 @@ from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
 from .mix16_overlap import softmax_of, votes_of
-from .mix16_parts import CONVERTED, CONVERTED_THREADS, STAGE_BYTES, Parts, layouts_of
+from .mix16_parts import CONVERTED, CONVERTED_THREADS, STAGE_BYTES, Parts
 from .mix16_pv import ProductsOfV
 from .mix16_softmax import MixSoftmax
 from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Cta, Layouts
@@ -164,7 +164,7 @@ class Mix16(ProductsOfV):
     # ---------------------------------------------------------------- host half
 
     def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
+        return self.parts.layouts()
 
     def storage(self, layouts):
         return struct_of(

@@ -22,6 +22,7 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass.cute as cute
@@ -47,29 +48,22 @@ if TYPE_CHECKING:
 Q_FORMAT = CacheFormat((Plane("c", BF16, D),))
 
 
-def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
-    """Shared-memory layouts: Q in 16 bits, the ring in 8, P."""
-    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
-    return Layouts(
-        (b(ROW_MAJOR, (*shape, D), BF16, q_stages),),
-        (a(ROW_MAJOR, (*shape, D), F8, stages),),
-        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
-    )
-
-
-class ContentRows(QueryRows):
-    """``QueryRows`` of content alone."""
-
-    rope = False
-
-
 class ContentParts(Parts):
     """``Parts`` without RoPE."""
 
     q_format = Q_FORMAT
 
     def __init__(self, spec: VariantSpec, **members: Any):
-        super().__init__(spec, **{"queries": ContentRows, **members})
+        super().__init__(spec, **{"queries": functools.partial(QueryRows, rope=False), **members})
+
+    def layouts(self) -> Layouts:
+        """Shared-memory layouts: Q in 16 bits, the ring in 8, P."""
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
+        return Layouts(
+            (b(ROW_MAJOR, (*shape, D), BF16, self.q_stages),),
+            (a(ROW_MAJOR, (*shape, D), F8, self.stages),),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
+        )
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""
@@ -131,10 +125,3 @@ def infeasible_because(spec: VariantSpec, budget: bud.Budget) -> str | None:
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
     return infeasible(spec, 2, budget)
-
-
-class Mix16Content(mix16.Mix16):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
-
-    def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)

@@ -23,7 +23,6 @@ from .decode import Decode
 from .mix16_content import (
     ContentParts,
     ContentSoftmax,
-    Mix16Content,
     budget_of,
     infeasible_because,
 )
@@ -67,5 +66,5 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def build(spec: VariantSpec):
     parts = parts_of(spec)
-    pipeline = Mix16Content(parts, ContentSoftmax(parts), budget(spec))
+    pipeline = mix16.Mix16(parts, ContentSoftmax(parts), budget(spec))
     return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)

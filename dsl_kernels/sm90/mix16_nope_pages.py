@@ -17,9 +17,9 @@ from ..cache_records.nope import RECORD
 from ..common.gather_pages import AnyPages, FromPages
 from ..common.types import U8
 from ..smxx.entry import PagedRecordEntry
-from . import mix16_nope
+from . import mix16, mix16_nope
 from .decode import Decode
-from .mix16_content import ContentParts, ContentSoftmax, Mix16Content, infeasible_because
+from .mix16_content import ContentParts, ContentSoftmax, infeasible_because
 from .mix16_limits import RowLimits
 from .mix16_nope import GatherNope
 from .mix16_pages import REGISTERS, QuietRecords
@@ -54,5 +54,5 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec):
     cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), RECORD.token_bytes))
     parts = parts_of(spec)
-    decode = Decode(spec, Mix16Content(parts, ContentSoftmax(parts), budget(spec)))
+    decode = Decode(spec, mix16.Mix16(parts, ContentSoftmax(parts), budget(spec)))
     return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)

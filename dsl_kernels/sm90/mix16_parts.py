@@ -42,6 +42,7 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from .fragments import padded_size, row_position
 from .roles import K_READERS, PV_WARPS, Q_READERS, SOFTMAX_WARPS, Layouts
+from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
     from ..smxx.decode_entry import Tma
@@ -119,16 +120,6 @@ def largest_of_warp(x):
     bits = x.bitcast(Int32)
     bits = Int32(cutlass.select_(bits > INFINITE, Int32(0), bits))  # NaN
     return Int32(cutlass.max(cute.arch.warp_redux_sync(bits, "max"), Int32(0))).bitcast(Float32)
-
-
-def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
-    """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
-    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
-    return Layouts(
-        tuple(b(ROW_MAJOR, (*shape, width), BF16, q_stages) for width in (D, R)),
-        (a(ROW_MAJOR, (*shape, D), F8, stages), a(ROW_MAJOR, (*shape, R), BF16, stages)),
-        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
-    )
 
 
 class RecordQueries(QTiles):
@@ -261,10 +252,9 @@ class QueryRows:
     """
 
     channels = D
-    rope = True
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, rope: bool = True):
+        self.rows, self.rope = rows, rope
 
     @property
     def fields(self) -> dict:
@@ -558,6 +548,18 @@ class Parts:
     def barriers(self) -> tuple[bud.Barrier, ...]:
         """The same in a budget."""
         return *self.q_tiles.barriers(), *self.loads.barriers()
+
+    def layouts(self) -> Layouts:
+        """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
+        return Layouts(
+            tuple(b(ROW_MAJOR, (*shape, width), BF16, self.q_stages) for width in (D, R)),
+            (
+                a(ROW_MAJOR, (*shape, D), F8, self.stages),
+                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
+            ),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
+        )
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""

@@ -46,9 +46,9 @@ from ..smxx.entry import TwoListEntry
 from . import mix16
 from .decode import Decode, infeasible
 from .mix16_overlap import softmax_of
-from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
+from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax
 from .mix16_v4_pv import BLOCK, ProductsOfV4
-from .roles import FEW_ROWS, Layouts
+from .roles import FEW_ROWS
 from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
@@ -91,12 +91,5 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def build(spec: VariantSpec):
     parts = mix16.parts_of(spec, V4Parts)
-    pipeline = Mix16V4(parts, softmax_of(spec, V4Softmax)(parts), budget(spec))
+    pipeline = ProductsOfV4(parts, softmax_of(spec, V4Softmax)(parts), budget(spec))
     return TwoListEntry(Decode(spec, pipeline)), TwoListEntry.fake_args(spec, RECORD)
-
-
-class Mix16V4(ProductsOfV4):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
-
-    def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)

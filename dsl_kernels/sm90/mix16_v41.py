@@ -36,7 +36,6 @@ from .decode import Decode
 from .mix16_content import (
     ContentParts,
     ContentSoftmax,
-    Mix16Content,
     budget_of,
     infeasible_because,
 )
@@ -53,16 +52,11 @@ REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
 RECORDS = {record.name: record for record in (v41.PLANAR, v41.ROWS)}
 QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
+V41_SCALES = functools.partial(PowerScales, groups=SCALES, words=WORDS, quads=QUADS)
 # Of a KV tile in shared memory, with what is made of scales.
 STAGE_BYTES = TILE * (v41.ROWS.token_bytes + 4 * (4 + WORDS + SCALES // 2))
 UNIT_STEPS = {16: 8, 32: 8, 64: 4}  # k steps of Q.K that are converted at once, by rows
 WARP_GROUPS = 64 // GROUP  # of a P.V warp's channels
-
-
-class V41Scales(PowerScales):
-    """``PowerScales`` of sixteen groups."""
-
-    groups, words, quads = SCALES, WORDS, QUADS
 
 
 class V41Softmax(ContentSoftmax):
@@ -104,7 +98,7 @@ class V41Softmax(ContentSoftmax):
         return raws
 
 
-class Mix16V41(Mix16Content):
+class Mix16V41(mix16.Mix16):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     units_a_ratio = GROUP // 16  # units of P.V, of 16 channels
@@ -118,7 +112,7 @@ class Mix16V41(Mix16Content):
 def parts_of(spec: VariantSpec, loader: Any = GatherV41, **members: Any) -> ContentParts:
     """What the pipeline is composed of; ``loader`` and ``members``: what is not as over lists."""
     own = functools.partial(loader, record=RECORDS[spec.cache_dtype])
-    members = {"work": TwoLists, "scales": V41Scales, **members}
+    members = {"work": TwoLists, "scales": V41_SCALES, **members}
     return mix16.parts_of(spec, ContentParts, loader=own, **members)
 
 

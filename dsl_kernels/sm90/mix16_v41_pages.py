@@ -44,7 +44,7 @@ LINE_GROUPS = LINE // GROUP
 
 
 class QuietV41:
-    """What ``V41Scales`` have for tokens that not all rows see."""
+    """What V4.1's scales have for tokens that not all rows see."""
 
     @cute.jit
     def clear(self, scales, st, stage):

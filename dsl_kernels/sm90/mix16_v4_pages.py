@@ -30,6 +30,7 @@ from .mix16_limits import RowLimits
 from .mix16_pages import claiming
 from .mix16_powers import no_numbers
 from .mix16_v4_parts import LINE, C, V4Parts, V4Softmax
+from .mix16_v4_pv import ProductsOfV4
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -51,7 +52,7 @@ def build(spec: VariantSpec):
         spec, V4Parts, work=AnyPages, loader=GatherPagesV4, quiet=QuietV4(),
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
-    decode = Decode(spec, mix16_v4.Mix16V4(parts, V4Softmax(parts), budget(spec)))
+    decode = Decode(spec, ProductsOfV4(parts, V4Softmax(parts), budget(spec)))
     cache = bytes_of_pages(RECORD)
     return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)
 

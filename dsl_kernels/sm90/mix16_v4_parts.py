@@ -24,6 +24,7 @@ from .mix16_parts import Parts, QueryRows
 from .mix16_powers import PowerScales
 from .mix16_softmax import MixSoftmax
 from .roles import Layouts
+from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -37,16 +38,6 @@ STAGE_BYTES = TILE * (C + 2 * R + SCALE_BYTES + 4 * (4 + WORDS) + 2 * GROUPS)
 STEPS = 4  # k steps of a group
 UNIT_STEPS = {16: 8, 32: 8, 64: 4}  # that are converted at once, by rows
 LINE = 128
-
-
-def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
-    """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
-    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
-    return Layouts(
-        tuple(b(ROW_MAJOR, (*shape, width), BF16, q_stages) for width in (C, R)),
-        (a(ROW_MAJOR, (*shape, C), F8, stages), a(ROW_MAJOR, (*shape, R), BF16, stages)),
-        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
-    )
 
 
 class V4QueryRows(QueryRows):
@@ -69,7 +60,8 @@ class V4QueryRows(QueryRows):
 class V4Scales(PowerScales):
     """``PowerScales`` of seven groups: a token's eighth byte is any; ``own`` has a word more."""
 
-    groups, words, quads = GROUPS, WORDS, SCALE_BYTES // 4
+    def __init__(self, stages: int, quiet: Any = None):
+        super().__init__(stages, quiet, groups=GROUPS, words=WORDS, quads=SCALE_BYTES // 4)
 
     def scales_alone(self, word, q: int):
         """Without the byte that is no scale."""
@@ -85,6 +77,18 @@ class V4Parts(Parts):
         """``members``: what is not as over lists."""
         own = {"work": TwoLists, "loader": GatherV4, "scales": V4Scales, "queries": V4QueryRows}
         super().__init__(spec, **{**own, **members})
+
+    def layouts(self) -> Layouts:
+        """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
+        return Layouts(
+            tuple(b(ROW_MAJOR, (*shape, width), BF16, self.q_stages) for width in (C, R)),
+            (
+                a(ROW_MAJOR, (*shape, C), F8, self.stages),
+                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
+            ),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
+        )
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """And P in BF16."""
