@@ -36,7 +36,7 @@ class GatherNopePages(FromPages, GatherNope):
 def parts_of(spec: VariantSpec) -> ContentParts:
     """What the pipeline is composed of."""
     return mix16_nope.parts_of(
-        spec, work=AnyPages, loader=GatherNopePages, quiet=QuietRecords(),
+        spec, work=AnyPages, loader=GatherNopePages, quiet=QuietRecords,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
 

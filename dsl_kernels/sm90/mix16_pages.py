@@ -20,7 +20,7 @@ Shared memory beside mix16.py's: a limit a row.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -69,7 +69,7 @@ def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
 def build(spec: VariantSpec):
     cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), ROW_BYTES))
     parts = mix16.parts_of(
-        spec, work=AnyPages, loader=GatherPages, quiet=QuietRecords(),
+        spec, work=AnyPages, loader=GatherPages, quiet=QuietRecords,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
     decode = Decode(spec, mix16.Mix16(parts, MixSoftmax(parts), budget(spec)))
@@ -79,8 +79,11 @@ def build(spec: VariantSpec):
 class QuietRecords:
     """What ``RecordScales`` have for tokens that not all rows see."""
 
+    def __init__(self, scales: Any):
+        self.scales = scales
+
     @cute.jit
-    def clear(self, scales, st, stage):
+    def clear(self, st, stage):
         """Zeros for V of the lane's tokens in groups whose scale is NaN.
 
         Nobody reads content but by ldmatrix, so that no proxy fence is missing.
@@ -88,24 +91,26 @@ class QuietRecords:
         most = Uint32(0)
         for e in cutlass.range_constexpr(2):
             for g in cutlass.range_constexpr(GROUPS):
-                most = cutlass.max(most, self._bits(scales, st, stage, e)[g])
+                most = cutlass.max(most, self._bits(st, stage, e)[g])
         if most > Uint32(INFINITE):
             for e in cutlass.range_constexpr(2):
-                bits = self._bits(scales, st, stage, e)
+                bits = self._bits(st, stage, e)
                 for g in cutlass.range_constexpr(GROUPS):
                     if bits[g] > Uint32(INFINITE):
-                        self._clear_group(scales, st, stage, e, g)
+                        self._clear_group(st, stage, e, g)
 
-    def _bits(self, scales, st, stage, e: int):
+    def _bits(self, st, stage, e: int):
         """Bits of the scales of the lane's token ``e``, without signs; read anew wherever they are
         wanted, as the warp has no registers for them."""
         four = cute.make_rmem_tensor((GROUPS,), Float32)
-        cute.autovec_copy(scales.of_tokens(st)[None, 2 * cute.arch.lane_idx() + e, stage], four)
+        cute.autovec_copy(
+            self.scales.of_tokens(st)[None, 2 * cute.arch.lane_idx() + e, stage], four
+        )
         return [four[g].bitcast(Uint32) & Uint32(ABSOLUTE) for g in range(GROUPS)]
 
-    def _clear_group(self, scales, st, stage, e: int, g: int) -> None:
+    def _clear_group(self, st, stage, e: int, g: int) -> None:
         """Zeros for content and ratio of V of the lane's token ``e``."""
-        lane, ratios = cute.arch.lane_idx(), scales.ratios(st)
+        lane, ratios = cute.arch.lane_idx(), self.scales.ratios(st)
         at = stage * (TILE * D) + g * (TILE * LINE) + (2 * lane + e) * LINE
         line = cute.recast_ptr((st.kc.data_ptr() + at).align(LINE), dtype=U32)
         zero = cute.make_rmem_tensor((LINE // 4,), U32)

@@ -384,14 +384,15 @@ class RecordScales:
     Attributes:
         groups: of a token.
         words: from a token's ratios for K to the next one's.
-        quiet: ``clear(scales, st, stage)``, which clears V of what is not finite, for tokens that
-            not all rows see; None: all rows see the same.
+        quiet: whose ``clear(st, stage)`` clears V of what is not finite, for tokens that not all
+            rows see; made of a class, with the scales.  None: all rows see the same.
     """
 
     groups = words = GROUPS
 
     def __init__(self, stages: int, quiet: Any = None):
-        self.stages, self.quiet = stages, quiet
+        self.stages = stages
+        self.quiet = None if quiet is None else quiet(self)
 
     @property
     def fields(self) -> dict:
@@ -426,7 +427,7 @@ class RecordScales:
         def make(stage, named, top):
             top = self._make(st, stage, named, top)
             if self.quiet is not None:
-                self.quiet.clear(self, st, stage)
+                self.quiet.clear(st, stage)
             return top
 
         return make

@@ -13,7 +13,7 @@ Shared memory beside mix16_v41.py's: a limit a row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -46,20 +46,23 @@ LINE_GROUPS = LINE // GROUP
 class QuietV41:
     """What V4.1's scales have for tokens that not all rows see."""
 
+    def __init__(self, scales: Any):
+        self.scales = scales
+
     @cute.jit
-    def clear(self, scales, st, stage):
+    def clear(self, st, stage):
         """Zeros for V of the groups of the lane's tokens whose scale is of byte 255.
 
         Nobody reads content but by ldmatrix, so that no proxy fence is missing.
         """
-        words = scales.words_of_lane(st, stage)
+        words = self.scales.words_of_lane(st, stage)
         for e in cutlass.range_constexpr(2):
             some = Uint32(0)
             for q in cutlass.range_constexpr(QUADS):
                 some = some | no_numbers(words[QUADS * e + q])
             if some != 0:
                 for q in cutlass.range(QUADS, unroll=1):
-                    found = no_numbers(scales.words_at(st, stage, q)[e])
+                    found = no_numbers(self.scales.words_at(st, stage, q)[e])
                     for x in cutlass.range_constexpr(4):
                         if (found & Uint32(0x80 << (8 * x))) != 0:
                             self._clear_group(st, stage, e, q, x)
@@ -81,7 +84,7 @@ UNIT_STEPS = {**mix16_v41.UNIT_STEPS, 16: 4}  # more spill 12 bytes
 def parts_of(spec: VariantSpec) -> ContentParts:
     """What the pipeline is composed of."""
     return mix16_v41.parts_of(
-        spec, GatherPagesV41, work=AnyPages, quiet=QuietV41(), limits=RowLimits(spec.row_tile)
+        spec, GatherPagesV41, work=AnyPages, quiet=QuietV41, limits=RowLimits(spec.row_tile)
     )
 
 

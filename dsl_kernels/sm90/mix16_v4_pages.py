@@ -10,7 +10,7 @@ which are V, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -49,7 +49,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def build(spec: VariantSpec):
     parts = mix16.parts_of(
-        spec, V4Parts, work=AnyPages, loader=GatherPagesV4, quiet=QuietV4(),
+        spec, V4Parts, work=AnyPages, loader=GatherPagesV4, quiet=QuietV4,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
     decode = Decode(spec, ProductsOfV4(parts, V4Softmax(parts), budget(spec)))
@@ -60,13 +60,16 @@ def build(spec: VariantSpec):
 class QuietV4:
     """What ``V4Scales`` have for tokens that not all rows see."""
 
+    def __init__(self, scales: Any):
+        self.scales = scales
+
     @cute.jit
-    def clear(self, scales, st, stage):
+    def clear(self, st, stage):
         """Zeros for V of the lane's tokens that have a scale of byte 255.
 
         Content is read by ldmatrix alone; RoPE by WGMMA, so a proxy fence follows.
         """
-        words = scales.words_of_lane(st, stage)
+        words = self.scales.words_of_lane(st, stage)
         for e in cutlass.range_constexpr(2):
             own = words[2 * e : 2 * e + 2]
             if (no_numbers(own[0]) | no_numbers(own[1])) != 0:
