@@ -37,18 +37,6 @@ from .loader import Feed
 from .work_list import WorkList
 
 
-class PagedWork(NamedTuple):
-    """``Work`` of pages whose size a call says."""
-
-    block_table: cute.Tensor  # i32 (b, width)
-    cache_seqlens: cute.Tensor  # i32 (b,)
-    work_items: cute.Tensor
-    part_begin: cute.Tensor
-    row_limits: cute.Tensor
-    cu_seqlens_q: cute.Tensor  # as ``Work``'s
-    by_page: compat.FastDivisor  # by tokens of a page
-
-
 class Pages(NamedTuple):
     """A sequence's pages.
 

@@ -31,24 +31,11 @@ from ..cache_records.v4 import RECORD, ROPE, SCALE_BYTES
 from ..dims import QK_ROPE_HEAD_DIM as R
 from .gather import CHUNK, GROUP, HALF, LINE, Plane, TokenLists, copy
 from .gather_records import GatherRecords
-from .work_list import NOWHERE
+from .work_list import NOWHERE, TwoWork
 
 LINES = RECORD.content.count // LINE  # whole ones of a token
 # Bit of a token's offset that says that its cache is the second one: pages have fewer tokens.
 SECOND = 1 << 30
-
-
-class TwoWork(NamedTuple):
-    """``Work`` with a second list."""
-
-    block_table: cute.Tensor  # i32 (b_q, s_q, topk)
-    cache_seqlens: cute.Tensor  # i32 (b,): topk_length
-    work_items: cute.Tensor
-    part_begin: cute.Tensor
-    row_limits: cute.Tensor
-    cu_seqlens_q: cute.Tensor  # as ``Work``'s
-    extra_indices: cute.Tensor  # i32 (b_q, s_q, extra_topk)
-    extra_length: cute.Tensor  # i32 (b,)
 
 
 class TwoPools(NamedTuple):

@@ -37,6 +37,31 @@ class Work(NamedTuple):
     cu_seqlens_q: Any = None  # (b + 1,): the call's own, a witness of the plan's; or (0,)
 
 
+class PagedWork(NamedTuple):
+    """``Work`` of pages whose size a call says."""
+
+    block_table: cute.Tensor  # i32 (b, width)
+    cache_seqlens: cute.Tensor  # i32 (b,)
+    work_items: cute.Tensor
+    part_begin: cute.Tensor
+    row_limits: cute.Tensor
+    cu_seqlens_q: cute.Tensor  # as ``Work``'s
+    by_page: compat.FastDivisor  # by tokens of a page
+
+
+class TwoWork(NamedTuple):
+    """``Work`` with a second list."""
+
+    block_table: cute.Tensor  # i32 (b_q, s_q, topk)
+    cache_seqlens: cute.Tensor  # i32 (b,): topk_length
+    work_items: cute.Tensor
+    part_begin: cute.Tensor
+    row_limits: cute.Tensor
+    cu_seqlens_q: cute.Tensor  # as ``Work``'s
+    extra_indices: cute.Tensor  # i32 (b_q, s_q, extra_topk)
+    extra_length: cute.Tensor  # i32 (b,)
+
+
 class Call(NamedTuple):
     """Scalars of a call."""
 

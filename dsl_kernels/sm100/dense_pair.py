@@ -59,7 +59,7 @@ from ..common.unplanned import void_unplanned
 from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK
 from ..smxx.decode_entry import Tma
-from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
+from ..smxx.entry import DenseEntry, DenseGmem
 from .dense_correct import RowRoles
 from .dense_pair_issue import PairIssuers
 from .dense_pair_loads import CTAS, ROWS, TILE, Layouts
@@ -112,7 +112,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return DenseEntry(DensePair(spec)), fake_args(spec)
+    return DenseEntry(DensePair(spec)), DenseEntry.fake_args(spec)
 
 
 class DensePair:
@@ -135,7 +135,7 @@ class DensePair:
         )
 
     @cute.kernel
-    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+    def kernel(self, tma: Tma, gmem: DenseGmem, call: Call):
         tidx, _, _ = cute.arch.thread_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())

@@ -24,7 +24,7 @@ from ..dims import KV_LORA_RANK as D
 from . import umma
 
 if TYPE_CHECKING:
-    from ..smxx.dense_entry import Gmem
+    from ..smxx.entry import DenseGmem
 
 WARPGROUP = 128
 SOFTMAX_WARPS = CORRECTION_WARPS = 4
@@ -85,7 +85,7 @@ class Cta(NamedTuple):
     """What every role of a CTA works with; ``tiles``: what a pipeline's own roles need beside."""
 
     st: Any
-    gmem: Gmem
+    gmem: DenseGmem
     call: Call
     tiles: Any
 

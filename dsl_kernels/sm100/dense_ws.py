@@ -65,7 +65,7 @@ from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
-from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
+from ..smxx.entry import DenseEntry, DenseGmem
 from .dense_correct import RowRoles
 from .dense_issue import Issuers
 from .dense_parts import HALF, WARPGROUP, Cta
@@ -119,7 +119,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return DenseEntry(DenseWs(spec)), fake_args(spec)
+    return DenseEntry(DenseWs(spec)), DenseEntry.fake_args(spec)
 
 
 class DenseWs:
@@ -144,7 +144,7 @@ class DenseWs:
         )
 
     @cute.kernel
-    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+    def kernel(self, tma: Tma, gmem: DenseGmem, call: Call):
         tidx, _, _ = cute.arch.thread_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)

@@ -67,7 +67,7 @@ from ..common.work_list import Call
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..smxx.decode_entry import Tma
-from ..smxx.fp8_entry import Fp8Entry, Gmem, fake_args
+from ..smxx.entry import Fp8Entry, Fp8Gmem
 from . import pair_loads as loads
 from . import umma
 from .pair_loads import CTAS, K_TOKENS, LINE, ROWS, TILE, Layouts, PairQ, PairTma
@@ -175,7 +175,7 @@ def loads_of(spec: VariantSpec) -> PairTma:
 
 
 def build(spec: VariantSpec):
-    return Fp8Entry(Pair(spec)), fake_args(spec)
+    return Fp8Entry(Pair(spec)), Fp8Entry.fake_args(spec)
 
 
 class Cta(NamedTuple):
@@ -183,7 +183,7 @@ class Cta(NamedTuple):
 
     st: Any
     layouts: Layouts
-    gmem: Gmem
+    gmem: Fp8Gmem
     call: Call
     tmem: Int32
 
@@ -273,7 +273,7 @@ class Pair:
     # ---------------------------------------------------------------- entry
 
     @cute.kernel
-    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+    def kernel(self, tma: Tma, gmem: Fp8Gmem, call: Call):
         tidx, _, _ = cute.arch.thread_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())

@@ -73,7 +73,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
-from ..smxx.fp8_entry import Fp8Entry, Gmem, fake_args
+from ..smxx.entry import Fp8Entry, Fp8Gmem
 from . import umma
 from .promotion import HALF, HALF_WARPS, HALVES, WARPGROUP, Promotion
 from .rings import Rings, part_of_cta
@@ -189,7 +189,7 @@ def loads_of(spec: VariantSpec) -> PagedTma:
 
 def build(spec: VariantSpec):
     loads = loads_of(spec)
-    return Fp8Entry(Ws(spec, loads, loads.scales)), fake_args(spec)
+    return Fp8Entry(Ws(spec, loads, loads.scales)), Fp8Entry.fake_args(spec)
 
 
 class Layouts(NamedTuple):
@@ -204,7 +204,7 @@ class Cta(NamedTuple):
 
     st: Any
     k_pipe: Any
-    gmem: Gmem
+    gmem: Fp8Gmem
     call: Call
     tmem: Int32
 
@@ -289,7 +289,7 @@ class Ws:
     # ---------------------------------------------------------------- entry
 
     @cute.kernel
-    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+    def kernel(self, tma: Tma, gmem: Fp8Gmem, call: Call):
         tidx, _, _ = cute.arch.thread_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)

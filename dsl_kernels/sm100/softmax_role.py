@@ -15,7 +15,7 @@ from cutlass import Float32, Int32
 
 from ..common.frames import NEVER, move_frame
 from ..common.work_list import WorkList
-from ..smxx.fp8_entry import row_facts
+from ..smxx.entry import row_facts
 from . import block_softmax as softmax
 from . import umma
 from .rings import part_of_cta

@@ -33,7 +33,7 @@ from ..common.gather import TokenLists
 from ..common.unplanned import void_unplanned
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
-from ..smxx.sparse_entry import SparseEntry, fake_args
+from ..smxx.entry import SparseEntry
 from . import fp8_ws
 from .fp8_ws import K_READERS, Cta, Layouts, Ws
 from .gather4_loads import Gather4
@@ -61,7 +61,7 @@ def loads_of(spec: VariantSpec) -> Gather4:
 
 
 def build(spec: VariantSpec):
-    return SparseEntry(SparseGather4(spec)), fake_args(spec)
+    return SparseEntry(SparseGather4(spec)), SparseEntry.fake_args(spec)
 
 
 class SparseGather4(Ws):

@@ -35,7 +35,7 @@ from ..common.gather import TokenLists
 from ..common.unplanned import void_unplanned
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
-from ..smxx.sparse_entry import SparseEntry, fake_args
+from ..smxx.entry import SparseEntry
 from . import fp8_ws
 from .fp8_ws import K_READERS, Cta, Layouts, Ws
 from .rings import part_of_cta
@@ -64,7 +64,7 @@ def loads_of(spec: VariantSpec) -> GatherThroughRing:
 
 
 def build(spec: VariantSpec):
-    return SparseEntry(SparseWs(spec)), fake_args(spec)
+    return SparseEntry(SparseWs(spec)), SparseEntry.fake_args(spec)
 
 
 class SparseWs(Ws):

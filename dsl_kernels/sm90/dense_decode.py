@@ -35,7 +35,7 @@ from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.dense_entry import DenseEntry, fake_args
+from ..smxx.entry import DenseEntry
 from .decode import Decode, infeasible
 from .dense_few import FewRows
 from .dense_many import ManyRows
@@ -79,7 +79,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return DenseEntry(Decode(spec, Split(spec))), fake_args(spec)
+    return DenseEntry(Decode(spec, Split(spec))), DenseEntry.fake_args(spec)
 
 
 class Split:

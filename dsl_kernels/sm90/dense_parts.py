@@ -32,7 +32,7 @@ from .roles import (
 
 if TYPE_CHECKING:
     from ..smxx.decode_entry import Tma
-    from ..smxx.dense_entry import Gmem
+    from ..smxx.entry import DenseGmem
     from ..spec import VariantSpec
 
 TOKEN_BYTES = 2 * HEAD_DIM_QK
@@ -96,7 +96,7 @@ class Parts:
         self.values = LatentValues(self.dtype, TILE)
         self.stamps = Stamps(bool(spec.stamps))
 
-    def cache(self, tma: Tma, gmem: Gmem) -> Cache:
+    def cache(self, tma: Tma, gmem: DenseGmem) -> Cache:
         """What the loader reads."""
         return Cache(tma.kv, gmem.num_pages, kv_heads=gmem.kv_heads)
 

@@ -44,13 +44,13 @@ from ..common.smem import struct_of
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx import fp8_entry, sparse_entry
+from ..smxx.entry import Fp8Entry, SparseEntry
 from .decode import Decode, infeasible
-from .f16_parts import GatheredParts, Parts, layouts_of
+from .f16_parts import GatheredParts, Parts
 from .f16_softmax import F16Softmax
 from .fp8_parts import STAGE_BYTES
 from .mix16 import SMALL_BYTES, Mix16, q_stages, stages_of
-from .roles import INV_RING, Barrier, Layouts
+from .roles import INV_RING, Barrier
 from .softmax_role import P_RING, P_STAGES, hand_over_fields
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    entry, fakes = fp8_entry.Fp8Entry, fp8_entry.fake_args
-    if spec.op == "sparse_decode":
-        entry, fakes = sparse_entry.SparseEntry, sparse_entry.fake_args
-    return entry(Decode(spec, F16(spec))), fakes(spec)
+    entry = SparseEntry if spec.op == "sparse_decode" else Fp8Entry
+    parts = parts_of(spec)
+    pipeline = F16(parts, F16Softmax(parts), budget(spec))
+    return entry(Decode(spec, pipeline)), entry.fake_args(spec)
 
 
 class F16(Mix16):
@@ -108,16 +108,7 @@ class F16(Mix16):
 
     sum_factor, converts = 1.0, False
 
-    def __init__(self, spec: VariantSpec):
-        self.parts, self.budget = parts_of(spec), budget(spec)
-        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = F16Softmax(self.parts)
-        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
-
     # ---------------------------------------------------------------- host half
-
-    def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
 
     def storage(self, layouts):
         return struct_of(

@@ -27,29 +27,17 @@ from ..common.types import BF16, F8, F16, ROW_MAJOR, U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.fp8_entry import row_facts
+from ..smxx.entry import row_facts
 from . import fp8_parts
 from .fragments import padded_size, row_position
 from .mix16_parts import QueryRows, unpack
 from .roles import K_READERS, Q_READERS, WARPGROUP, Layouts
+from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 BYTE_BLOCKS = 4  # of 128 channels: of a row of Q as it comes
-
-
-def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
-    """Shared-memory layouts: Q as it comes (two of its tiles a stage), K, P."""
-    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
-    return Layouts(
-        (
-            b(ROW_MAJOR, (*shape, D), F8, 2 * q_stages),
-            b(ROW_MAJOR, (*shape, R), BF16, q_stages),
-        ),
-        (a(ROW_MAJOR, (*shape, D), F8, stages), a(ROW_MAJOR, (*shape, R), BF16, stages)),
-        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
-    )
 
 
 def content_layout(rows: int, q_stages: int):
@@ -131,7 +119,7 @@ class Parts(fp8_parts.Parts):
         queries: rows of Q in 16 bits.
     """
 
-    gathers = False
+    gathers, limits = False, None  # those of rows are beside their factors
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         super().__init__(
@@ -146,6 +134,21 @@ class Parts(fp8_parts.Parts):
     def free_first_half(self, st, stage) -> None:
         """A stage is freed whole, by one lane for its warp, whose reads come first."""
         cute.arch.sync_warp()
+
+    def layouts(self) -> Layouts:
+        """Shared-memory layouts: Q as it comes (two of its tiles a stage), K, P."""
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
+        return Layouts(
+            (
+                b(ROW_MAJOR, (*shape, D), F8, 2 * self.q_stages),
+                b(ROW_MAJOR, (*shape, R), BF16, self.q_stages),
+            ),
+            (
+                a(ROW_MAJOR, (*shape, D), F8, self.stages),
+                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
+            ),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
+        )
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """As of ``fp8_parts``, but P has 16 bits; of Q's content, ``layouts`` have its room."""

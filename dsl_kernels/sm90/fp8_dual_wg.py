@@ -50,7 +50,7 @@ from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.fp8_entry import Fp8Entry, fake_args, row_facts
+from ..smxx.entry import Fp8Entry, row_facts
 from . import transpose
 from .block_softmax import block_p, store_p
 from .decode import Decode, infeasible
@@ -118,7 +118,7 @@ def parts_of(spec: VariantSpec) -> Parts:
 
 
 def build(spec: VariantSpec):
-    return Fp8Entry(Decode(spec, DualWg(spec))), fake_args(spec)
+    return Fp8Entry(Decode(spec, DualWg(spec))), Fp8Entry.fake_args(spec)
 
 
 class DualWg:

@@ -54,7 +54,7 @@ from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.fp8_entry import Fp8Entry, fake_args
+from ..smxx.entry import Fp8Entry
 from ..stamp import Stamp
 from . import transpose
 from .decode import Decode, infeasible
@@ -131,7 +131,7 @@ def parts_of(spec: VariantSpec) -> Parts:
 
 
 def build(spec: VariantSpec):
-    return Fp8Entry(Decode(spec, Etap(spec))), fake_args(spec)
+    return Fp8Entry(Decode(spec, Etap(spec))), Fp8Entry.fake_args(spec)
 
 
 class Etap:

@@ -32,7 +32,7 @@ from .scale_triples import ScaleTriples
 
 if TYPE_CHECKING:
     from ..smxx.decode_entry import Tma
-    from ..smxx.fp8_entry import Gmem
+    from ..smxx.entry import Fp8Gmem
     from ..spec import VariantSpec
 
 STAGE_BYTES = TILE * FORMAT.token_bytes
@@ -80,7 +80,7 @@ class Parts:
             start_tiles=START_TILES,
         )  # fmt: skip
 
-    def cache(self, tma: Tma, gmem: Gmem) -> Cache:
+    def cache(self, tma: Tma, gmem: Fp8Gmem) -> Cache:
         """What the loader reads."""
         return Cache(tma.kv, gmem.scale.shape[0], gmem.scale)
 

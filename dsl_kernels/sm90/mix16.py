@@ -60,7 +60,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..cache_records.ds_mla import GROUPS
+from ..cache_records.ds_mla import GROUPS, RECORD
 from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..common.smem import array, staged, struct_of
@@ -68,13 +68,13 @@ from ..common.types import F16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.record_entry import RecordEntry, fake_args
+from ..smxx.entry import RecordEntry
 from ..stamp import Stamp
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
 from .mix16_overlap import softmax_of, votes_of
-from .mix16_parts import CONVERTED, CONVERTED_THREADS, STAGE_BYTES, Parts, layouts_of
+from .mix16_parts import CONVERTED, CONVERTED_THREADS, STAGE_BYTES, Parts
 from .mix16_pv import ProductsOfV
 from .mix16_softmax import MixSoftmax
 from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Cta, Layouts
@@ -106,9 +106,13 @@ def q_stages(spec: VariantSpec) -> int:
     return 2 if spec.row_tile < FEW_ROWS else 1
 
 
-def parts_of(spec: VariantSpec) -> Parts:
-    """What the pipeline is composed of."""
-    return Parts(spec, stages=stages_of(spec), q_stages=q_stages(spec))
+def parts_of(spec: VariantSpec, made: Any = Parts, **members: Any) -> Parts:
+    """What the pipeline is composed of.
+
+    Args:
+        made: ``Parts`` or a class of it; ``members`` as it takes them.
+    """
+    return made(spec, stages=stages_of(spec), q_stages=q_stages(spec), **members)
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
@@ -138,7 +142,9 @@ def barriers_of(spec: VariantSpec, parts: Parts) -> tuple[bud.Barrier, ...]:
 
 
 def build(spec: VariantSpec):
-    return RecordEntry(Decode(spec, Mix16(spec))), fake_args(spec)
+    parts = parts_of(spec)
+    pipeline = Mix16(parts, softmax_of(spec, MixSoftmax)(parts), budget(spec))
+    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)
 
 
 class Mix16(ProductsOfV):
@@ -150,16 +156,15 @@ class Mix16(ProductsOfV):
 
     converts = True
 
-    def __init__(self, spec: VariantSpec):
-        self.parts, self.budget = parts_of(spec), budget(spec)
-        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = softmax_of(spec, MixSoftmax)(self.parts)
-        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
+    def __init__(self, parts: Any, softmax: Any, budget: bud.Budget):
+        self.parts, self.softmax, self.budget = parts, softmax, budget
+        self.rows_cta, self.stages = parts.rows, parts.stages
+        _, self.softmax_regs, self.pv_regs = (group.registers for group in budget.groups)
 
     # ---------------------------------------------------------------- host half
 
     def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
+        return self.parts.layouts()
 
     def storage(self, layouts):
         return struct_of(

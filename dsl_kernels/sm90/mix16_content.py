@@ -22,6 +22,7 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass.cute as cute
@@ -30,15 +31,14 @@ import cutlass.utils.hopper_helpers as sm90
 from ..common import budget as bud
 from ..common.cache_format import CacheFormat, Plane
 from ..common.smem import array
-from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from . import mix16
 from .decode import infeasible
-from .mix16_parts import Parts, QueryRows, RecordQueries
+from .mix16_parts import Parts, QueryRows
 from .mix16_softmax import MixSoftmax
-from .roles import INV_RING, K_READERS, Q_READERS, WARPGROUP, Layouts
+from .roles import INV_RING, WARPGROUP, Layouts
 from .softmax_role import P_RING, P_STAGES
 from .wgmma import tiled_mma
 
@@ -48,57 +48,27 @@ if TYPE_CHECKING:
 Q_FORMAT = CacheFormat((Plane("c", BF16, D),))
 
 
-def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
-    """Shared-memory layouts: Q in 16 bits, the ring in 8, P."""
-    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
-    return Layouts(
-        (b(ROW_MAJOR, (*shape, D), BF16, q_stages),),
-        (a(ROW_MAJOR, (*shape, D), F8, stages),),
-        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
-    )
-
-
-class ContentRows(QueryRows):
-    """``QueryRows`` of content alone."""
-
-    rope = False
-
-
 class ContentParts(Parts):
-    """``Parts`` without RoPE.
+    """``Parts`` without RoPE."""
 
-    Attributes:
-        lists, loader, scales_of, rows_of_q: classes of its members.
-        stage_bytes: of a KV tile in shared memory, with what is made of scales.
-        k_step: channels of K that one sum has.
-    """
+    q_format = Q_FORMAT
 
-    lists: Any
-    loader: Any
-    scales_of: Any
-    rows_of_q: Any = ContentRows
-    stage_bytes: int
-    k_step = D
+    def __init__(self, spec: VariantSpec, **members: Any):
+        super().__init__(spec, **{"queries": functools.partial(QueryRows, rope=False), **members})
 
-    def __init__(self, spec: VariantSpec, *of_loader: Any):
-        """``of_loader``: what the loader takes behind the work list."""
-        self.rows, self.stages = spec.row_tile, mix16.stages_of(spec)
-        self.q_stages, self.work = mix16.q_stages(spec), self.lists(TILE)
-        self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=self.q_stages, readers=Q_READERS
+    def layouts(self) -> Layouts:
+        """Shared-memory layouts: Q in 16 bits, the ring in 8, P."""
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
+        return Layouts(
+            (b(ROW_MAJOR, (*shape, D), BF16, self.q_stages),),
+            (a(ROW_MAJOR, (*shape, D), F8, self.stages),),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
         )
-        self.loads = self.loader(
-            self.work, *of_loader, stages=self.stages, q_stages=self.q_stages, readers=K_READERS,
-            by_lines=bool(spec.lines), halves=bool(spec.halves),
-        )  # fmt: skip
-        self.scales, self.queries = self.scales_of(self.stages), self.rows_of_q(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""
         return dict(
-            **self.scales.fields,
-            **self.queries.fields,
+            **self.fields_of_rows(),
             qc=array(BF16, cute.cosize(layouts.q[0]), 1024),
             kc=array(F8, cute.cosize(layouts.k[0]), 1024),
         )
@@ -122,15 +92,19 @@ class ContentSoftmax(MixSoftmax):
         return [tools[0][None, None, None, q_stage], None, None]
 
 
-def budget_of(spec: VariantSpec, parts: ContentParts, registers: dict) -> bud.Budget:
+def budget_of(
+    spec: VariantSpec, parts: ContentParts, registers: dict, stage_bytes: int, k_step: int = D
+) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA.
 
     Args:
         registers: of producers, softmax, P.V, by rows.
+        stage_bytes: of a KV tile in shared memory, with what is made of scales.
+        k_step: channels of K that one sum has.
     """
     rows = spec.row_tile
     producer, softmax, pv = registers[rows]
-    tiles = parts.stages * parts.stage_bytes + rows * 2 * (parts.q_stages * D + P_STAGES * TILE)
+    tiles = parts.stages * stage_bytes + rows * 2 * (parts.q_stages * D + P_STAGES * TILE)
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers", producer),
@@ -140,7 +114,7 @@ def budget_of(spec: VariantSpec, parts: ContentParts, registers: dict) -> bud.Bu
         smem=tiles + mix16.SMALL_BYTES,
         barriers=(*parts.barriers(), *P_RING.budget(), *INV_RING.budget()),
         mmas=(
-            bud.Mma("Q.K", TILE, rows, parts.k_step, "f16"),
+            bud.Mma("Q.K", TILE, rows, k_step, "f16"),
             bud.Mma("P.V", 64, rows, TILE, "f16"),
         ),
     )
@@ -151,17 +125,3 @@ def infeasible_because(spec: VariantSpec, budget: bud.Budget) -> str | None:
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
     return infeasible(spec, 2, budget)
-
-
-class Mix16Content(mix16.Mix16):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
-
-    def __init__(
-        self, spec: VariantSpec, parts: ContentParts, softmax: ContentSoftmax, registers: dict
-    ):
-        self.parts, self.budget = parts, budget_of(spec, parts, registers)
-        self.rows_cta, self.stages, self.softmax = parts.rows, parts.stages, softmax
-        _, self.softmax_regs, self.pv_regs = registers[self.rows_cta]
-
-    def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)

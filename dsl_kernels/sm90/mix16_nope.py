@@ -11,24 +11,21 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..cache_records.nope import GROUPS, RECORD
-from ..common.gather import TokenLists
 from ..common.gather_records import GatherRecords
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.record_entry import RecordEntry, fake_args
+from ..smxx.entry import RecordEntry
 from . import mix16
 from .decode import Decode
 from .mix16_content import (
     ContentParts,
     ContentSoftmax,
-    Mix16Content,
     budget_of,
     infeasible_because,
 )
-from .mix16_parts import RecordScales
 from .roles import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -36,6 +33,9 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 REGISTERS = mix16.REGISTERS
+STAGE_BYTES = TILE * (
+    RECORD.token_bytes + 4 * (4 + GROUPS + GROUPS // 2)
+)  # with what is made of scales
 
 
 class GatherNope(GatherRecords):
@@ -44,20 +44,19 @@ class GatherNope(GatherRecords):
     rope = False
 
 
-class NopeParts(ContentParts):
-    """``ContentParts`` of NoPE's rows."""
-
-    lists, loader, scales_of = TokenLists, GatherNope, RecordScales
-    stage_bytes = TILE * (RECORD.token_bytes + 4 * (4 + GROUPS + GROUPS // 2))
-
-    def __init__(self, spec: VariantSpec):
-        super().__init__(spec)
-        self.k_step = D // GROUPS if self.rows <= FEW_ROWS else D
+def parts_of(spec: VariantSpec, **members: Any) -> ContentParts:
+    """What the pipeline is composed of; ``members``: what is not as over lists."""
+    return mix16.parts_of(spec, ContentParts, **{"loader": GatherNope, **members})
 
 
-def budget(spec: VariantSpec) -> bud.Budget:
-    """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return budget_of(spec, NopeParts(spec), REGISTERS)
+def budget(
+    spec: VariantSpec, parts: ContentParts | None = None, registers: dict | None = None
+) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA; ``registers``: of producers,
+    softmax, P.V, by rows."""
+    k_step = D // GROUPS if spec.row_tile <= FEW_ROWS else D
+    own = parts_of(spec) if parts is None else parts
+    return budget_of(spec, own, registers or REGISTERS, STAGE_BYTES, k_step)
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -66,6 +65,6 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def build(spec: VariantSpec):
-    parts = NopeParts(spec)
-    pipeline = Mix16Content(spec, parts, ContentSoftmax(parts), REGISTERS)
-    return RecordEntry(Decode(spec, pipeline)), fake_args(spec, RECORD)
+    parts = parts_of(spec)
+    pipeline = mix16.Mix16(parts, ContentSoftmax(parts), budget(spec))
+    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)

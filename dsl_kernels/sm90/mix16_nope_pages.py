@@ -16,17 +16,13 @@ from .. import compat
 from ..cache_records.nope import RECORD
 from ..common.gather_pages import AnyPages, FromPages
 from ..common.types import U8
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from ..smxx.entry import PagedRecordEntry
+from . import mix16, mix16_nope
 from .decode import Decode
-from .mix16_content import (
-    ContentRows,
-    ContentSoftmax,
-    Mix16Content,
-    budget_of,
-    infeasible_because,
-)
-from .mix16_nope import GatherNope, NopeParts
-from .mix16_pages import REGISTERS, LimitedRows, PagedScales, PagedSoftmax
+from .mix16_content import ContentParts, ContentSoftmax, infeasible_because
+from .mix16_limits import RowLimits
+from .mix16_nope import GatherNope
+from .mix16_pages import REGISTERS, QuietRecords
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -37,25 +33,17 @@ class GatherNopePages(FromPages, GatherNope):
     """``GatherNope`` whose rows come from pages."""
 
 
-class LimitedNopeRows(LimitedRows, ContentRows):
-    """``LimitedRows`` of content alone."""
-
-
-class PagedNopeParts(NopeParts):
-    """``NopeParts`` of pages."""
-
-    lists, loader = AnyPages, GatherNopePages
-    scales_of, rows_of_q = PagedScales, LimitedNopeRows
-    queries: LimitedNopeRows
-
-
-class PagedNopeSoftmax(PagedSoftmax, ContentSoftmax):
-    """``ContentSoftmax`` of rows that see more or less of a sequence."""
+def parts_of(spec: VariantSpec) -> ContentParts:
+    """What the pipeline is composed of."""
+    return mix16_nope.parts_of(
+        spec, work=AnyPages, loader=GatherNopePages, quiet=QuietRecords,
+        limits=RowLimits(spec.row_tile),
+    )  # fmt: skip
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return budget_of(spec, PagedNopeParts(spec), REGISTERS)
+    return mix16_nope.budget(spec, parts_of(spec), REGISTERS)
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -65,6 +53,6 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def build(spec: VariantSpec):
     cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), RECORD.token_bytes))
-    parts = PagedNopeParts(spec)
-    decode = Decode(spec, Mix16Content(spec, parts, PagedNopeSoftmax(parts), REGISTERS))
-    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+    parts = parts_of(spec)
+    decode = Decode(spec, mix16.Mix16(parts, ContentSoftmax(parts), budget(spec)))
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)

@@ -20,27 +20,24 @@ Shared memory beside mix16.py's: a limit a row.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Uint32
 
 from .. import compat
 from ..cache_records.ds_mla import GROUPS, RECORD, ROW_BYTES
 from ..common.gather_pages import AnyPages, GatherPages
-from ..common.smem import array
-from ..common.stamps import Stamps
 from ..common.types import U8, U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from ..smxx.entry import PagedRecordEntry
 from . import mix16
 from .decode import Decode, infeasible
-from .fragments import mask, pad_layout, padded_size, row_position
-from .mix16_parts import LINE, Q_FORMAT, Parts, QueryRows, RecordQueries, RecordScales
+from .mix16_limits import RowLimits
+from .mix16_parts import LINE
 from .mix16_softmax import MixSoftmax
-from .roles import K_READERS, Q_READERS, WARPGROUP
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -71,43 +68,22 @@ def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
 
 def build(spec: VariantSpec):
     cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), ROW_BYTES))
-    decode = Decode(spec, PagedMix16(spec))
-    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+    parts = mix16.parts_of(
+        spec, work=AnyPages, loader=GatherPages, quiet=QuietRecords,
+        limits=RowLimits(spec.row_tile),
+    )  # fmt: skip
+    decode = Decode(spec, mix16.Mix16(parts, MixSoftmax(parts), budget(spec)))
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)
 
 
-class LimitedRows(QueryRows):
-    """``QueryRows`` that see more or less of a sequence: their limits, field ``limits``."""
+class QuietRecords:
+    """What ``RecordScales`` have for tokens that not all rows see."""
 
-    @property
-    def fields(self) -> dict:
-        """Storage."""
-        return dict(**super().fields, limits=array(Int32, padded_size(self.rows), 128))
-
-    @cute.jit
-    def note_limits(self, st, work_list, work, call, batch, rows):
-        """By the softmax warpgroup: how many tokens each row sees."""
-        tidx, _, _ = cute.arch.thread_idx()
-        row, size = tidx % WARPGROUP, const_expr(padded_size(self.rows))
-        _, limit = work_list.row_facts(work, call, batch, rows.first + row, rows.end)
-        if row < self.rows:
-            st.limits.get_tensor(cute.make_layout(size))[row_position(row, self.rows)] = limit
-
-
-class Quiet:
-    """Mixin in front of a class of scales, for tokens that not all rows see: when a tile's scales
-    are made, ``_quiet(st, stage)`` of whoever mixes it in clears V of what is not finite."""
-
-    def _make(self, st, stage, named, top):
-        top = super()._make(st, stage, named, top)
-        self._quiet(st, stage)
-        return top
-
-
-class PagedScales(Quiet, RecordScales):
-    """``RecordScales`` of tokens that not all rows see."""
+    def __init__(self, scales: Any):
+        self.scales = scales
 
     @cute.jit
-    def _quiet(self, st, stage):
+    def clear(self, st, stage):
         """Zeros for V of the lane's tokens in groups whose scale is NaN.
 
         Nobody reads content but by ldmatrix, so that no proxy fence is missing.
@@ -127,12 +103,14 @@ class PagedScales(Quiet, RecordScales):
         """Bits of the scales of the lane's token ``e``, without signs; read anew wherever they are
         wanted, as the warp has no registers for them."""
         four = cute.make_rmem_tensor((GROUPS,), Float32)
-        cute.autovec_copy(self.of_tokens(st)[None, 2 * cute.arch.lane_idx() + e, stage], four)
+        cute.autovec_copy(
+            self.scales.of_tokens(st)[None, 2 * cute.arch.lane_idx() + e, stage], four
+        )
         return [four[g].bitcast(Uint32) & Uint32(ABSOLUTE) for g in range(GROUPS)]
 
     def _clear_group(self, st, stage, e: int, g: int) -> None:
         """Zeros for content and ratio of V of the lane's token ``e``."""
-        lane, ratios = cute.arch.lane_idx(), self.ratios(st)
+        lane, ratios = cute.arch.lane_idx(), self.scales.ratios(st)
         at = stage * (TILE * D) + g * (TILE * LINE) + (2 * lane + e) * LINE
         line = cute.recast_ptr((st.kc.data_ptr() + at).align(LINE), dtype=U32)
         zero = cute.make_rmem_tensor((LINE // 4,), U32)
@@ -141,60 +119,3 @@ class PagedScales(Quiet, RecordScales):
         other = Uint32(0xFFFF << (16 * (1 - e)))
         word = (lane // 4, lane % 4, g, stage)
         ratios[word] = ratios[word] & other
-
-
-class PagedParts(Parts):
-    """What the roles share (``decode.Parts``)."""
-
-    queries: LimitedRows
-
-    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
-        self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = AnyPages(TILE)
-        self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
-        )
-        self.loads = GatherPages(
-            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
-            by_lines=bool(spec.lines), halves=bool(spec.halves),
-        )  # fmt: skip
-        self.scales = PagedScales(stages)
-        self.queries = LimitedRows(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
-
-
-class PagedSoftmax(MixSoftmax):
-    """``MixSoftmax`` of rows that see more or less of a sequence.
-
-    An item's first tile with a token gives the rows their frames: it has one that a row sees if any
-    tile has, since rows see what comes first.
-    """
-
-    parts: PagedParts
-    hides = True
-
-    def facts_of_rows(self, cta, batch, rows):
-        """The rows' limits to shared memory; returns the first token that some row must not see."""
-        work, call = self.parts.work, cta.call
-        self.parts.queries.note_limits(cta.st, work, cta.gmem.work, call, batch, rows)
-        return cute.arch.make_warp_uniform(work.ragged_from(cta.gmem.work, call, batch, rows))
-
-    @cute.jit
-    def hide(self, st, t, tile, ragged_from, wwarp, lane):
-        """-inf for what a row must not see."""
-        if (tile + 1) * TILE > ragged_from:
-            limit = cute.make_rmem_tensor((self.fragment.rows,), Int32)
-            limits = cute.make_tensor(st.limits.data_ptr(), pad_layout(self.rows_cta))
-            cute.autovec_copy(limits[None, lane % 4], limit)
-            mask(t, self.fragment, tile * TILE, limit, wwarp, lane)
-
-
-class PagedMix16(mix16.Mix16):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
-
-    def __init__(self, spec: VariantSpec):
-        stages, q_stages = mix16.stages_of(spec), mix16.q_stages(spec)
-        self.parts, self.budget = PagedParts(spec, stages=stages, q_stages=q_stages), budget(spec)
-        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = PagedSoftmax(self.parts)
-        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]

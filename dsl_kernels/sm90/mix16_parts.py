@@ -31,7 +31,7 @@ from ..common.barriers import Ring
 from ..common.cache_format import CacheFormat, Loaded, Plane
 from ..common.gather import TokenLists
 from ..common.gather_records import GatherRecords
-from ..common.loader import Cache, Readers
+from ..common.loader import Cache
 from ..common.q_tiles import QTiles
 from ..common.smem import array, one_stage
 from ..common.stamps import Stamps
@@ -42,6 +42,7 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from .fragments import padded_size, row_position
 from .roles import K_READERS, PV_WARPS, Q_READERS, SOFTMAX_WARPS, Layouts
+from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
     from ..smxx.decode_entry import Tma
@@ -119,16 +120,6 @@ def largest_of_warp(x):
     bits = x.bitcast(Int32)
     bits = Int32(cutlass.select_(bits > INFINITE, Int32(0), bits))  # NaN
     return Int32(cutlass.max(cute.arch.warp_redux_sync(bits, "max"), Int32(0))).bitcast(Float32)
-
-
-def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
-    """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
-    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
-    return Layouts(
-        tuple(b(ROW_MAJOR, (*shape, width), BF16, q_stages) for width in (D, R)),
-        (a(ROW_MAJOR, (*shape, D), F8, stages), a(ROW_MAJOR, (*shape, R), BF16, stages)),
-        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
-    )
 
 
 class RecordQueries(QTiles):
@@ -261,10 +252,9 @@ class QueryRows:
     """
 
     channels = D
-    rope = True
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, rope: bool = True):
+        self.rows, self.rope = rows, rope
 
     @property
     def fields(self) -> dict:
@@ -394,12 +384,15 @@ class RecordScales:
     Attributes:
         groups: of a token.
         words: from a token's ratios for K to the next one's.
+        quiet: whose ``clear(st, stage)`` clears V of what is not finite, for tokens that not all
+            rows see; made of a class, with the scales.  None: all rows see the same.
     """
 
     groups = words = GROUPS
 
-    def __init__(self, stages: int):
+    def __init__(self, stages: int, quiet: Any = None):
         self.stages = stages
+        self.quiet = None if quiet is None else quiet(self)
 
     @property
     def fields(self) -> dict:
@@ -430,7 +423,14 @@ class RecordScales:
 
     def maker(self, st):
         """``on_full`` of the loader (gather_records.py)."""
-        return lambda stage, named, top: self._make(st, stage, named, top)
+
+        def make(stage, named, top):
+            top = self._make(st, stage, named, top)
+            if self.quiet is not None:
+                self.quiet.clear(st, stage)
+            return top
+
+        return make
 
     @cute.jit
     def _make(self, st, stage, named, top):
@@ -502,26 +502,32 @@ class Parts:
         work, q_tiles, loads, scales, queries: work list, Q, KV tiles, scales in the ring, rows of
             Q.
         stamps: recorder of events, off in ordinary builds.
+        q_format: planes of Q.
+        whole_lines: whether a copy takes a line of four rows whatever ``lines`` says.
+        limits: ``RowLimits`` where rows see more or less of a sequence; None: all see the same.
     """
 
-    cluster = 1
+    cluster, limits = 1, None
+    q_format = Q_FORMAT
+    whole_lines = False
 
     def __init__(
-        self, spec: VariantSpec, *, stages: int, q_stages: int, q_readers: Readers = Q_READERS,
-        k_readers: Readers = K_READERS,
+        self, spec: VariantSpec, *, stages: int, q_stages: int, work: Any = TokenLists,
+        loader: Any = GatherRecords, queries: Any = QueryRows, scales: Any = RecordScales,
+        quiet: Any = None, limits: Any = None,
     ):  # fmt: skip
+        """Classes of the members; ``quiet``: what ``scales`` have; ``limits``: made."""
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = TokenLists(TILE)
+        self.work = work(TILE)
         self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=q_readers
+            self.q_format, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )
-        self.loads = GatherRecords(
-            self.work, stages=stages, q_stages=q_stages, readers=k_readers,
-            by_lines=bool(spec.lines), halves=bool(spec.halves),
+        self.loads = loader(
+            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
+            by_lines=self.whole_lines or bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
-        self.scales = RecordScales(stages)
-        self.queries = QueryRows(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
+        self.scales, self.queries = scales(stages, quiet), queries(self.rows)
+        self.limits, self.stamps = limits, Stamps(bool(spec.stamps))
 
     def cache(self, tma: Tma, gmem: Any) -> Cache:
         """What the loader reads."""
@@ -544,14 +550,30 @@ class Parts:
         """The same in a budget."""
         return *self.q_tiles.barriers(), *self.loads.barriers()
 
+    def layouts(self) -> Layouts:
+        """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
+        return Layouts(
+            tuple(b(ROW_MAJOR, (*shape, width), BF16, self.q_stages) for width in (D, R)),
+            (
+                a(ROW_MAJOR, (*shape, D), F8, self.stages),
+                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
+            ),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
+        )
+
     def tile_fields(self, layouts: Layouts) -> dict:
         """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""
         size = cute.cosize
         return dict(
-            **self.scales.fields,
-            **self.queries.fields,
+            **self.fields_of_rows(),
             qc=array(BF16, size(layouts.q[0]), 1024),
             kc=array(F8, size(layouts.k[0]), 1024),
             kr=array(BF16, size(layouts.k[1]), 1024),
             qr=array(BF16, size(layouts.q[1]), 1024),
         )
+
+    def fields_of_rows(self) -> dict:
+        """Scales, what the rows of Q have, and their limits."""
+        limits = {} if self.limits is None else self.limits.fields
+        return {**self.scales.fields, **self.queries.fields, **limits}

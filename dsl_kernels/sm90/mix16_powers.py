@@ -13,6 +13,7 @@ A token with a byte of 255 is NaN by its log2, so that the rows that see it are;
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -81,7 +82,9 @@ class PowerScales(RecordScales):
         quads: words of a token's scales.
     """
 
-    quads: int
+    def __init__(self, stages: int, quiet: Any = None, *, groups: int, words: int, quads: int):
+        super().__init__(stages, quiet)
+        self.groups, self.words, self.quads = groups, words, quads
 
     @property
     def fields(self) -> dict:

@@ -55,11 +55,10 @@ class MixSoftmax(RowFrames):
         rows_cta: query rows of the CTA.
         units: k steps over the content that are converted at once.
         rope: whether K has RoPE beside content.
-        hides: whether rows of an item see more or less of it.
         ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
     """
 
-    rope, hides = True, False
+    rope = True
     ending: Any = None
 
     def __init__(self, parts: Parts):
@@ -116,12 +115,11 @@ class MixSoftmax(RowFrames):
         role have met then.  Returns what ``block`` must know of the item."""
         self.begin_frames(cta.st)
         l_run.fill(0.0)
-        facts = self.facts_of_rows(cta, batch, rows)
+        limits, facts = self.parts.limits, None
+        if limits is not None:
+            facts = limits.facts(cta, self.parts.work, batch, rows)
         cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
         return facts
-
-    def facts_of_rows(self, cta, batch, rows) -> Any:
-        """What ``block`` must know of an item: nothing, as all rows see the same tokens."""
 
     @cute.jit
     def free_queries(self, cta, qst, wanted):
@@ -397,10 +395,10 @@ class MixSoftmax(RowFrames):
         cute.autovec_copy(self.frames_of(st), frame)
         for v in cutlass.range_constexpr(self.fragment.values):
             t[v] = t[v] * factor[row(v)] + (log[token(v)] - frame[row(v)])
-            if const_expr(not self.hides):
+            if const_expr(self.parts.limits is None):
                 top = cute.arch.fmax(top, t[v])
-        if const_expr(self.hides):
-            self.hide(st, t, tile, facts, wwarp, lane)
+        if const_expr(self.parts.limits is not None):
+            self.parts.limits.hide(st, t, self.fragment, tile, facts, wwarp, lane)
             for v in cutlass.range_constexpr(self.fragment.values):
                 top = cute.arch.fmax(top, t[v])
         self.give(st, t, top > HEADROOM, inverse, first, (blocks, buf), l_run)
@@ -418,9 +416,6 @@ class MixSoftmax(RowFrames):
         blocks, buf = at
         moves = self.vote(st, wanted, buf, wwarp, lane) | first
         self.hand_over(st, t, inverse, moves, first, blocks, l_run)
-
-    def hide(self, st, t, tile, facts, wwarp, lane) -> None:
-        """-inf for what a row must not see of a tile, if the role ``hides``."""
 
     @cute.jit
     def hand_over(self, st, t, inverse, moves, first, blocks, l_run):

@@ -35,19 +35,20 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..cache_records.v4 import RECORD
 from ..common import budget as bud
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.two_list_entry import TwoListEntry, fake_args
+from ..smxx.entry import TwoListEntry
 from . import mix16
 from .decode import Decode, infeasible
 from .mix16_overlap import softmax_of
-from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax, layouts_of
+from .mix16_v4_parts import STAGE_BYTES, C, V4Parts, V4Softmax
 from .mix16_v4_pv import BLOCK, ProductsOfV4
-from .roles import FEW_ROWS, Layouts
+from .roles import FEW_ROWS
 from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
@@ -66,11 +67,6 @@ def feasible(spec: VariantSpec) -> str | None:
     return infeasible(spec, 2, budget(spec))
 
 
-def parts_of(spec: VariantSpec, made: type[V4Parts] = V4Parts) -> V4Parts:
-    """What the pipeline is composed of."""
-    return made(spec, stages=mix16.stages_of(spec), q_stages=mix16.q_stages(spec))
-
-
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     rows, stages = spec.row_tile, mix16.stages_of(spec)
@@ -83,7 +79,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("P.V", pv, count=2),
         ),
         smem=tiles + mix16.SMALL_BYTES,
-        barriers=mix16.barriers_of(spec, parts_of(spec)),
+        barriers=mix16.barriers_of(spec, mix16.parts_of(spec, V4Parts)),
         mmas=(
             bud.Mma("Q.K content", TILE, rows, C, "f16"),
             bud.Mma("Q.K RoPE", TILE, rows, R, "bf16"),
@@ -94,24 +90,6 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return TwoListEntry(Decode(spec, Mix16V4(spec))), fake_args(spec)
-
-
-class Mix16V4(ProductsOfV4):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``).
-
-    Attributes:
-        parts_class, softmax_class: of its members.
-    """
-
-    parts_class: Any = V4Parts
-    softmax_class: Any = V4Softmax
-
-    def __init__(self, spec: VariantSpec):
-        self.parts, self.budget = parts_of(spec, self.parts_class), budget(spec)
-        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = softmax_of(spec, self.softmax_class)(self.parts)
-        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
-
-    def layouts(self) -> Layouts:
-        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
+    parts = mix16.parts_of(spec, V4Parts)
+    pipeline = ProductsOfV4(parts, softmax_of(spec, V4Softmax)(parts), budget(spec))
+    return TwoListEntry(Decode(spec, pipeline)), TwoListEntry.fake_args(spec, RECORD)

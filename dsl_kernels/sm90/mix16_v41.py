@@ -16,7 +16,8 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import functools
+from typing import TYPE_CHECKING, Any
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
@@ -29,13 +30,12 @@ from ..common.gather_v41 import GatherV41
 from ..common.types import U16, U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.two_list_entry import TwoListEntry, fake_args
+from ..smxx.entry import TwoListEntry
 from . import mix16
 from .decode import Decode
 from .mix16_content import (
     ContentParts,
     ContentSoftmax,
-    Mix16Content,
     budget_of,
     infeasible_because,
 )
@@ -52,24 +52,19 @@ REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
 RECORDS = {record.name: record for record in (v41.PLANAR, v41.ROWS)}
 QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
+V41_SCALES = functools.partial(PowerScales, groups=SCALES, words=WORDS, quads=QUADS)
+# Of a KV tile in shared memory, with what is made of scales.
+STAGE_BYTES = TILE * (v41.ROWS.token_bytes + 4 * (4 + WORDS + SCALES // 2))
 UNIT_STEPS = {16: 8, 32: 8, 64: 4}  # k steps of Q.K that are converted at once, by rows
 WARP_GROUPS = 64 // GROUP  # of a P.V warp's channels
-
-
-class V41Scales(PowerScales):
-    """``PowerScales`` of sixteen groups."""
-
-    groups, words, quads = SCALES, WORDS, QUADS
 
 
 class V41Softmax(ContentSoftmax):
     """The softmax warpgroup: one chain for any number of rows, two or four groups a unit."""
 
-    unit_steps: ClassVar[dict[int, int]] = UNIT_STEPS
-
-    def __init__(self, parts: V41Parts):
+    def __init__(self, parts: ContentParts, unit_steps: dict[int, int] = UNIT_STEPS):
         super().__init__(parts)
-        self.few_rows, steps = False, self.unit_steps[parts.rows]
+        self.few_rows, steps = False, unit_steps[parts.rows]
         self.units = [range(k, k + steps) for k in range(0, 2 * SCALES, steps)]
 
     def load_ratio(self, own, stage, token, unit: int, held=None):
@@ -103,17 +98,7 @@ class V41Softmax(ContentSoftmax):
         return raws
 
 
-class V41Parts(ContentParts):
-    """``ContentParts`` of V4.1's tokens."""
-
-    lists, loader, scales_of = TwoLists, GatherV41, V41Scales
-    stage_bytes = TILE * (v41.ROWS.token_bytes + 4 * (4 + WORDS + SCALES // 2))
-
-    def __init__(self, spec: VariantSpec):
-        super().__init__(spec, RECORDS[spec.cache_dtype])
-
-
-class Mix16V41(Mix16Content):
+class Mix16V41(mix16.Mix16):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     units_a_ratio = GROUP // 16  # units of P.V, of 16 channels
@@ -124,9 +109,16 @@ class Mix16V41(Mix16Content):
         return tile._replace(group=SCALES // 2 * half + WARP_GROUPS * wwarp)
 
 
+def parts_of(spec: VariantSpec, loader: Any = GatherV41, **members: Any) -> ContentParts:
+    """What the pipeline is composed of; ``loader`` and ``members``: what is not as over lists."""
+    own = functools.partial(loader, record=RECORDS[spec.cache_dtype])
+    members = {"work": TwoLists, "scales": V41_SCALES, **members}
+    return mix16.parts_of(spec, ContentParts, loader=own, **members)
+
+
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return budget_of(spec, V41Parts(spec), REGISTERS)
+    return budget_of(spec, parts_of(spec), REGISTERS, STAGE_BYTES)
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -135,6 +127,6 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def build(spec: VariantSpec):
-    parts = V41Parts(spec)
-    pipeline = Mix16V41(spec, parts, V41Softmax(parts), REGISTERS)
-    return TwoListEntry(Decode(spec, pipeline)), fake_args(spec, RECORDS[spec.cache_dtype])
+    parts = parts_of(spec)
+    entry = TwoListEntry(Decode(spec, Mix16V41(parts, V41Softmax(parts), budget(spec))))
+    return entry, entry.fake_args(spec, RECORDS[spec.cache_dtype])

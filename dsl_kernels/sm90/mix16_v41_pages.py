@@ -13,27 +13,28 @@ Shared memory beside mix16_v41.py's: a limit a row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from .. import compat
 from ..cache_records import v41
 from ..cache_records.v41 import GROUP
 from ..common.gather_pages import AnyPages
 from ..common.gather_pages_v41 import GatherPagesV41
-from ..common.types import U8, U32
+from ..common.types import U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
+from ..smxx.entry import PagedRecordEntry, bytes_of_pages
+from . import mix16_v41
 from .decode import Decode
-from .mix16_content import ContentRows, budget_of, infeasible_because
-from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, Quiet
+from .mix16_content import ContentParts, budget_of, infeasible_because
+from .mix16_limits import RowLimits
+from .mix16_pages import REGISTERS
 from .mix16_parts import LINE
 from .mix16_powers import no_numbers
-from .mix16_v41 import QUADS, UNIT_STEPS, Mix16V41, V41Parts, V41Scales, V41Softmax
+from .mix16_v41 import QUADS, Mix16V41, V41Softmax
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -42,27 +43,26 @@ if TYPE_CHECKING:
 LINE_GROUPS = LINE // GROUP
 
 
-class LimitedV41Rows(LimitedRows, ContentRows):
-    """``LimitedRows`` of content alone."""
+class QuietV41:
+    """What V4.1's scales have for tokens that not all rows see."""
 
-
-class PagedV41Scales(Quiet, V41Scales):
-    """``V41Scales`` of tokens that not all rows see."""
+    def __init__(self, scales: Any):
+        self.scales = scales
 
     @cute.jit
-    def _quiet(self, st, stage):
+    def clear(self, st, stage):
         """Zeros for V of the groups of the lane's tokens whose scale is of byte 255.
 
         Nobody reads content but by ldmatrix, so that no proxy fence is missing.
         """
-        words = self.words_of_lane(st, stage)
+        words = self.scales.words_of_lane(st, stage)
         for e in cutlass.range_constexpr(2):
             some = Uint32(0)
             for q in cutlass.range_constexpr(QUADS):
                 some = some | no_numbers(words[QUADS * e + q])
             if some != 0:
                 for q in cutlass.range(QUADS, unroll=1):
-                    found = no_numbers(self.words_at(st, stage, q)[e])
+                    found = no_numbers(self.scales.words_at(st, stage, q)[e])
                     for x in cutlass.range_constexpr(4):
                         if (found & Uint32(0x80 << (8 * x))) != 0:
                             self._clear_group(st, stage, e, q, x)
@@ -78,23 +78,19 @@ class PagedV41Scales(Quiet, V41Scales):
         cute.autovec_copy(zero, cute.make_tensor(line, cute.make_layout(GROUP // 4)))
 
 
-class PagedV41Parts(V41Parts):
-    """``V41Parts`` of pages."""
-
-    lists, loader = AnyPages, GatherPagesV41
-    scales_of, rows_of_q = PagedV41Scales, LimitedV41Rows
-    queries: LimitedV41Rows
+UNIT_STEPS = {**mix16_v41.UNIT_STEPS, 16: 4}  # more spill 12 bytes
 
 
-class PagedV41Softmax(PagedSoftmax, V41Softmax):
-    """``V41Softmax`` of rows that see more or less of a sequence."""
-
-    unit_steps: ClassVar[dict[int, int]] = {**UNIT_STEPS, 16: 4}  # more spill 12 bytes
+def parts_of(spec: VariantSpec) -> ContentParts:
+    """What the pipeline is composed of."""
+    return mix16_v41.parts_of(
+        spec, GatherPagesV41, work=AnyPages, quiet=QuietV41, limits=RowLimits(spec.row_tile)
+    )
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return budget_of(spec, PagedV41Parts(spec), REGISTERS)
+    return budget_of(spec, parts_of(spec), REGISTERS, mix16_v41.STAGE_BYTES)
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -103,9 +99,8 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def build(spec: VariantSpec):
-    token = v41.ROWS.token_bytes  # of both byte orders
-    shape = (compat.sym(name="pages"), compat.sym(name="P"), token)
-    cache = compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), token, 1))
-    parts = PagedV41Parts(spec)
-    decode = Decode(spec, Mix16V41(spec, parts, PagedV41Softmax(parts), REGISTERS))
-    return PagedRecordEntry(decode), fake_args(spec, cache, v41.ROWS.channels)
+    parts = parts_of(spec)
+    softmax = V41Softmax(parts, UNIT_STEPS)
+    decode = Decode(spec, Mix16V41(parts, softmax, budget(spec)))
+    cache = bytes_of_pages(v41.ROWS)
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, v41.ROWS.channels)

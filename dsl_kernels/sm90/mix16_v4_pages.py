@@ -10,26 +10,27 @@ which are V, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from .. import compat
 from ..cache_records.v4 import GROUPS, RECORD
 from ..common.gather_pages import AnyPages
 from ..common.gather_pages_v4 import GatherPagesV4
 from ..common.gather_v4 import LINES
-from ..common.types import U8, U32
+from ..common.types import U32
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
-from . import mix16_v4
+from ..smxx.entry import PagedRecordEntry, bytes_of_pages
+from . import mix16, mix16_v4
 from .decode import Decode, infeasible
-from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, Quiet, claiming
+from .mix16_limits import RowLimits
+from .mix16_pages import claiming
 from .mix16_powers import no_numbers
-from .mix16_v4_parts import LINE, C, V4Parts, V4QueryRows, V4Scales, V4Softmax
+from .mix16_v4_parts import LINE, C, V4Parts, V4Softmax
+from .mix16_v4_pv import ProductsOfV4
 
 if TYPE_CHECKING:
     from ..common import budget as bud
@@ -47,27 +48,28 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    token = RECORD.token_bytes
-    shape = (compat.sym(name="pages"), compat.sym(name="P"), token)
-    cache = compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), token, 1))
-    decode = Decode(spec, PagedMix16V4(spec))
-    return PagedRecordEntry(decode), fake_args(spec, cache, RECORD.channels)
+    parts = mix16.parts_of(
+        spec, V4Parts, work=AnyPages, loader=GatherPagesV4, quiet=QuietV4,
+        limits=RowLimits(spec.row_tile),
+    )  # fmt: skip
+    decode = Decode(spec, ProductsOfV4(parts, V4Softmax(parts), budget(spec)))
+    cache = bytes_of_pages(RECORD)
+    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)
 
 
-class LimitedV4Rows(LimitedRows, V4QueryRows):
-    """``LimitedRows`` of 448 channels of content."""
+class QuietV4:
+    """What ``V4Scales`` have for tokens that not all rows see."""
 
-
-class PagedV4Scales(Quiet, V4Scales):
-    """``V4Scales`` of tokens that not all rows see."""
+    def __init__(self, scales: Any):
+        self.scales = scales
 
     @cute.jit
-    def _quiet(self, st, stage):
+    def clear(self, st, stage):
         """Zeros for V of the lane's tokens that have a scale of byte 255.
 
         Content is read by ldmatrix alone; RoPE by WGMMA, so a proxy fence follows.
         """
-        words = self.words_of_lane(st, stage)
+        words = self.scales.words_of_lane(st, stage)
         for e in cutlass.range_constexpr(2):
             own = words[2 * e : 2 * e + 2]
             if (no_numbers(own[0]) | no_numbers(own[1])) != 0:
@@ -99,26 +101,3 @@ class PagedV4Scales(Quiet, V4Scales):
         zero.fill(0)
         line = cute.make_tensor(cute.recast_ptr(pointer, dtype=U32), cute.make_layout(n // 4))
         cute.autovec_copy(zero, line)
-
-
-class PagedV4Softmax(PagedSoftmax, V4Softmax):
-    """``V4Softmax`` of rows that see more or less of a sequence."""
-
-
-class PagedV4Parts(V4Parts):
-    """``V4Parts`` of pages."""
-
-    lists, loader = AnyPages, GatherPagesV4
-    scales_of, rows_of_q = PagedV4Scales, LimitedV4Rows
-    queries: LimitedV4Rows
-
-
-class PagedMix16V4(mix16_v4.Mix16V4):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
-
-    parts_class, softmax_class = PagedV4Parts, PagedV4Softmax
-
-    def __init__(self, spec: VariantSpec):
-        super().__init__(spec)
-        self.budget = budget(spec)
-        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]

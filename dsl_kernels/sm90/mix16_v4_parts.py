@@ -17,18 +17,14 @@ from ..cache_records.v4 import CONTENT, GROUPS, SCALE_BYTES
 from ..common.cache_format import CacheFormat, Plane
 from ..common.gather_v4 import LINES, GatherV4, TwoLists
 from ..common.smem import array
-from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from .mix16_parts import (
-    Parts,
-    QueryRows,
-    RecordQueries,
-)
+from .mix16_parts import Parts, QueryRows
 from .mix16_powers import PowerScales
 from .mix16_softmax import MixSoftmax
-from .roles import K_READERS, Q_READERS, Layouts
+from .roles import Layouts
+from .softmax_role import P_STAGES
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -42,16 +38,6 @@ STAGE_BYTES = TILE * (C + 2 * R + SCALE_BYTES + 4 * (4 + WORDS) + 2 * GROUPS)
 STEPS = 4  # k steps of a group
 UNIT_STEPS = {16: 8, 32: 8, 64: 4}  # that are converted at once, by rows
 LINE = 128
-
-
-def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
-    """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
-    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
-    return Layouts(
-        tuple(b(ROW_MAJOR, (*shape, width), BF16, q_stages) for width in (C, R)),
-        (a(ROW_MAJOR, (*shape, C), F8, stages), a(ROW_MAJOR, (*shape, R), BF16, stages)),
-        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
-    )
 
 
 class V4QueryRows(QueryRows):
@@ -74,7 +60,8 @@ class V4QueryRows(QueryRows):
 class V4Scales(PowerScales):
     """``PowerScales`` of seven groups: a token's eighth byte is any; ``own`` has a word more."""
 
-    groups, words, quads = GROUPS, WORDS, SCALE_BYTES // 4
+    def __init__(self, stages: int, quiet: Any = None):
+        super().__init__(stages, quiet, groups=GROUPS, words=WORDS, quads=SCALE_BYTES // 4)
 
     def scales_alone(self, word, q: int):
         """Without the byte that is no scale."""
@@ -82,29 +69,26 @@ class V4Scales(PowerScales):
 
 
 class V4Parts(Parts):
-    """``Parts`` of V4's pages.
+    """``Parts`` of V4's pages."""
 
-    Attributes:
-        lists, loader, queries_of, scales_of, rows_of_q: classes of its members.
-    """
+    q_format, whole_lines = Q_FORMAT, True
 
-    lists: Any = TwoLists
-    loader: Any = GatherV4
-    queries_of, scales_of, rows_of_q = RecordQueries, V4Scales, V4QueryRows
+    def __init__(self, spec: VariantSpec, **members: Any):
+        """``members``: what is not as over lists."""
+        own = {"work": TwoLists, "loader": GatherV4, "scales": V4Scales, "queries": V4QueryRows}
+        super().__init__(spec, **{**own, **members})
 
-    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
-        self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = self.lists(TILE)
-        self.q_tiles = self.queries_of(
-            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
+    def layouts(self) -> Layouts:
+        """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
+        return Layouts(
+            tuple(b(ROW_MAJOR, (*shape, width), BF16, self.q_stages) for width in (C, R)),
+            (
+                a(ROW_MAJOR, (*shape, C), F8, self.stages),
+                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
+            ),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
         )
-        self.loads = self.loader(
-            self.work, stages=stages, q_stages=q_stages, readers=K_READERS, by_lines=True,
-            halves=bool(spec.halves),
-        )  # fmt: skip
-        self.scales = self.scales_of(stages)
-        self.queries = self.rows_of_q(self.rows)
-        self.stamps = Stamps(bool(spec.stamps))
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """And P in BF16."""

@@ -182,7 +182,7 @@ class Neighbours:
 
 
 class ProductsOfV4(mix16.Mix16):
-    """What warpgroups of P.V do.
+    """The pipeline (``decode.Pipeline``), of V4's tokens.
 
     Attributes:
         channels: which ones warps have.

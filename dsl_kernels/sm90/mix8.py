@@ -32,14 +32,14 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
-from ..cache_records.ds_mla import GROUPS
+from ..cache_records.ds_mla import GROUPS, RECORD
 from ..common import budget as bud
 from ..common.types import BF16, F8, U32
 from ..common.work_list import LOG2E
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.record_entry import RecordEntry, fake_args
+from ..smxx.entry import RecordEntry
 from . import mix16
 from .decode import Decode, infeasible
 from .fragments import padded_size, row_position
@@ -80,7 +80,9 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return RecordEntry(Decode(spec, Mix8(spec))), fake_args(spec)
+    parts = mix16.parts_of(spec, queries=QueryE4m3, scales=FencedScales)
+    pipeline = mix16.Mix16(parts, softmax_of(spec, Fp8Scores)(parts), budget(spec))
+    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)
 
 
 @compat.dsl_user_op
@@ -226,14 +228,3 @@ class Fp8Scores(MixSoftmax):
         for v in cutlass.range_constexpr(self.fragment.values):
             b[v] = b[v] + a[v]
         return b
-
-
-class Mix8(mix16.Mix16):
-    """The pipeline (``decode.Pipeline``)."""
-
-    def __init__(self, spec: VariantSpec):
-        super().__init__(spec)
-        self.budget = budget(spec)
-        self.parts.queries = QueryE4m3(self.rows_cta)
-        self.parts.scales = FencedScales(self.stages)
-        self.softmax = softmax_of(spec, Fp8Scores)(self.parts)

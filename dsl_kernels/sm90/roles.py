@@ -42,6 +42,6 @@ class Cta(NamedTuple):
     layouts: Layouts
     q_pipe: Any
     k_pipe: Any
-    gmem: Any  # of the format's entry (smxx/fp8_entry.py, dense_entry.py)
+    gmem: Any  # of the format's entry (smxx/entry.py)
     call: Call
     part: Any

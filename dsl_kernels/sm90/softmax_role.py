@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, const_expr
 from ..common.barriers import Ring
 from ..common.frames import NEVER
 from ..common.smem import array, staged
-from ..smxx.fp8_entry import row_facts
+from ..smxx.entry import row_facts
 from ..stamp import Stamp
 from .fp8_parts import Parts
 from .fragments import padded_size

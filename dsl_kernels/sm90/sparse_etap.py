@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..smxx.sparse_entry import SparseEntry, fake_args
+from ..smxx.entry import SparseEntry
 from . import fp8_etap
 from .decode import Decode
 
@@ -27,4 +27,4 @@ feasible, budget = fp8_etap.feasible, fp8_etap.budget
 
 
 def build(spec: VariantSpec):
-    return SparseEntry(Decode(spec, fp8_etap.Etap(spec))), fake_args(spec)
+    return SparseEntry(Decode(spec, fp8_etap.Etap(spec))), SparseEntry.fake_args(spec)

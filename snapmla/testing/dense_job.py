@@ -24,7 +24,7 @@ LN2 = math.log(2.0)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
 SCALE = HEAD_DIM_QK**-0.5
-# The exported function's, in order (dsl_kernels/smxx/dense_entry.py).
+# The exported function's, in order (dsl_kernels/smxx/entry.py).
 ARGUMENTS = (
     "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
     "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",

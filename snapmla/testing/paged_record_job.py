@@ -23,7 +23,7 @@ from snapmla.testing.reference_plan import Queries
 from snapmla.testing.sparse_job import HEAD_SCALE, INT_MAX
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 
-# The exported function's, in order (dsl_kernels/smxx/paged_record_entry.py).
+# The exported function's, in order (dsl_kernels/smxx/entry.py).
 ARGUMENTS = (
     "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
     "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",

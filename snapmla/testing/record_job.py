@@ -37,14 +37,14 @@ MIMIC_FACTOR = 1.1
 # What the mimic does not have: sums in fp32, exponentials and logarithms to 2^-22, partial rows of
 # 16 bits.  With logits of hundreds of nats their last places count.
 SLACK, SLACK_OF_FRAMES = 1e-4, 2.5e-3
-# The exported function's, in order (dsl_kernels/smxx/record_entry.py).
+# The exported function's, in order (dsl_kernels/smxx/entry.py).
 ARGUMENTS = (
     "q", "q_rope", "cache", "indices", "topk_length", "attn_sink", "work_items", "part_begin",
     "split_begin", "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum",
     "softmax_scale", "lse_factor", "empty_lse", "may_split", "witness", "q_stride",
     "q_rope_stride",
 )  # fmt: skip
-# And where there may be two lists (dsl_kernels/smxx/two_list_entry.py).
+# And where there may be two lists (dsl_kernels/smxx/entry.py).
 TWO_LISTS = (*ARGUMENTS[:5], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[5:])
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
 HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn

@@ -25,7 +25,7 @@ from snapmla.testing.workloads.samples import sample_tokens
 
 HEAD_SCALE = 576**-0.5
 INT_MAX = 2**31 - 1
-# The exported function's, in order (dsl_kernels/smxx/sparse_entry.py).
+# The exported function's, in order (dsl_kernels/smxx/entry.py).
 ARGUMENTS = (
     "q_nope", "q_rope", "q_scale", "content", "rope", "scale", "indices", "topk_length",
     "attn_sink", "work_items", "part_begin", "split_begin", "units", "row_limits", "cu_seqlens_q",

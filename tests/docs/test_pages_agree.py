@@ -27,7 +27,7 @@ COUNTED = re.compile(
 # other names of pages that begin as a format's does
 OTHERS = {
     "fp8_per_token", "fp8_kvcache", "fp8_kv_cache", "fp8_e4m3",  # of engines
-    "fp8_etap", "fp8_dual_wg", "fp8_ws", "fp8_pair", "fp8_parts", "fp8_decode", "fp8_entry",
+    "fp8_etap", "fp8_dual_wg", "fp8_ws", "fp8_pair", "fp8_parts", "fp8_decode",
 }  # fmt: skip
 
 
