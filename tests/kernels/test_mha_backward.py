@@ -429,9 +429,8 @@ MISSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=whole if op != "mha_rope_sum" else []) for op in MISSED]
-)
+@whole
+@pytest.mark.parametrize("op", MISSED)
 def test_the_mutation_study_notices_waits(op: str) -> None:
     """Under any schedule, by a grid before that wrote what is read or written too early."""
     spec = variants(MAIN)[op]
