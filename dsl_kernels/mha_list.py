@@ -7,7 +7,8 @@ the list names a tile once: the sequence first that sees the most keys, its row 
 on.  Kernels walk it by sections of ``SECTION`` heads, the last of ``LAST_SECTION`` or more, where
 heads are so many: a section's first row tile of each head, then its second, and so on.
 
-    words 0..3       work tiles taken beyond the first of each CTA | row tiles t | 0 | 0
+    words 0..3       work tiles taken beyond the first of each CTA | row tiles t | 0, and of the
+                     backward's tiles of keys what mha_delta counts (mha_grads.py) | 0
     words 4 + 2 i    sequence, row tile of it; i < t
 
 Split over keys.  Few query tokens against many keys are too few work tiles for a GPU, so such a

@@ -57,17 +57,19 @@ EXPLAINED_OF = {
         "1 x mbarrier.try_wait.parity.shared.b64 @ P.V, an item without tiles",
         "1 x fence.proxy.async.shared::cta @ clearing of groups with scale 0",
     ),
-    "mha_delta_*": ("1 x bar.sync",),
-    "mha_dq_d192_*": (
-        "4 x mbarrier.try_wait.parity.shared.b64",
-        "1 x fence.proxy.async.shared::cta",
-        "1 x bar.sync",
+    "mha_delta_*": ("1 x bar.sync @ statistics, a CTA counts itself",),
+    "mha_dq_*": (
+        "2 x mbarrier.try_wait.parity.shared.b64 @ gradients, a tile that is there",
+        "1 x mbarrier.try_wait.parity.shared.b64 @ gradients, a tile that is clean",
+        "1 x mbarrier.try_wait.parity.shared.b64 @ gradients, a slot that is free",
+        "1 x fence.proxy.async.shared::cta @ gradients of queries, hidden keys",
+        "1 x bar.sync @ gradients, a turn",
     ),
-    "mha_dkv_d192_*": (
-        "3 x griddepcontrol.wait",
-        "1 x fence.proxy.async.global",
-        "1 x fence.mbarrier_init.release.cluster",
-        "3 x mbarrier.try_wait.parity.shared.b64",
+    "mha_dkv_*": (
+        "1 x griddepcontrol.wait @ gradients of keys, at the end",
+        "1 x fence.proxy.async.global @ gradients of keys, behind the acquire",
+        "2 x mbarrier.try_wait.parity.shared.b64 @ gradients, a tile that is there",
+        "1 x mbarrier.try_wait.parity.shared.b64 @ gradients of keys, a note again",
     ),
     "sparse_prefill_*_split_*": ("1 x griddepcontrol.wait @ split lists, the grid before",),
     # a wait that ends a phase, whose votes nobody needs: a card's checker asks for it

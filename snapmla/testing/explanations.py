@@ -63,6 +63,15 @@ ROLES: dict[str, Place] = {
     "producer of K and V of MHA": Place(("Loads.*", "Notes.*", "release")),
     "products of MHA": Place(("MhaFwd.*",)),
     "softmax of MHA, its wait for the notes": Place(("*",), "self.loads.found.wait_full"),
+    "statistics, a CTA counts itself": Place(("_delta",), "cute.arch.sync_threads()"),
+    "gradients, a tile that is there": Place(("Gradients.wait_tile",), "moving.wait_full"),
+    "gradients, a tile that is clean": Place(("Gradients.wait_tile",), "clean.wait_full"),
+    "gradients, a slot that is free": Place(("Gradients.fill",), "moving.wait_empty"),
+    "gradients, a turn": Place(("Gradients.turn",)),
+    "gradients of queries, hidden keys": Place(("MhaDq._look",)),
+    "gradients of keys, at the end": Place(("MhaDkv.produce",), "compat.pdl_wait()"),
+    "gradients of keys, behind the acquire": Place(("MhaDkv._wait",), "fence_proxy"),
+    "gradients of keys, a note again": Place(("MhaDkv._note",)),
 }  # fmt: skip
 
 

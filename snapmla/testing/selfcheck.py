@@ -67,7 +67,7 @@ def check_kernel(
         names: of its arguments, in order; None: a kernel of the software GPU, which has them.
         again: each call twice more, behind itself: what a grid writes before it has waited for
             the one before, which wrote the same, is found.  A call that writes over what it reads
-            is left out: a second one has other inputs.
+            is left out: a second one has other inputs.  Of an op with ``behind``, those calls.
         most: how many of the calls; None: all of them.
     """
     known = cast("softgpu.LoadedKernel", kernel).names.arguments if names is None else names
@@ -80,13 +80,15 @@ def check_kernel(
         nonlocal tiles
         for call in run_all(itertools.islice(work.small(spec), most), run):
             tiles += work.tiles(spec, call)
-            if again and not _in_place(call):
+            if again and work.behind is None and not _in_place(call):
                 done.append(call)
             yield call
 
     result = work.judge(spec, ran())
     if not tiles:
         return without_work(spec)
+    if again and result.passed and work.behind is not None:
+        return work.judge(spec, run_all(work.behind(spec), run))
     if again and result.passed and not done:
         return Result(False, f"{spec.op}: every call writes over what it reads; none is made again")
     if again and result.passed:
@@ -168,13 +170,14 @@ class Workload:
             planner = load_or_build(VariantSpec(op="plan_decode", arch=spec.arch), directory)
             self.job = job_of(spec, planner)
         self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.again = False  # whether a helper's calls come behind themselves, too
+        # whether a helper's calls come behind themselves, too, and others' behind grids before
+        self.again = False
 
     def run(self) -> Result:
         """The result against the reference, then bit for bit against the first run."""
         if self.job is None:
-            again = self.again and self.spec.family.helper
-            return check_kernel(self.spec, self.kernel, again=again)
+            more = self.spec.family.helper or workloads.of(self.spec.op).behind is not None
+            return check_kernel(self.spec, self.kernel, again=self.again and more)
         if not self.job.tiles:
             return without_work(self.spec)
         got = self.job.run(self.kernel)

@@ -33,6 +33,10 @@ CHECKED = Options(hazards="raise", seed=3)
 MAIN = VariantSpec.from_name("mha_dq_d192_dbf16_sm90a")
 SPECS = [VariantSpec(op="mha_dq", d_qk=d, dtype=t) for d in (192, 128) for t in ("bf16", "f16")]
 of_each = pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+# MAIN every day, as it is compiled for other tests; the others in the whole matrix
+main_first = pytest.mark.parametrize(
+    "spec", [pytest.param(s, marks=[] if s == MAIN else whole, id=s.name) for s in SPECS]
+)
 SOURCES = Path(dsl_kernels.__file__).parent / "sm90"
 
 
@@ -319,10 +323,10 @@ def test_stats_of_another_padding_are_refused() -> None:
 
 
 def early(
-    job: GradJob, behind_dq: int, deltas: int | None = None, kernel: Any = None
+    spec: VariantSpec, job: GradJob, behind_dq: int, deltas: int | None = None, kernel: Any = None
 ) -> None:  # fmt: skip
     """mha_dkv right behind mha_delta, whose count of CTAs may be replaced."""
-    call, delta = caller(MAIN, mha_dkv=kernel), job.of_delta()
+    call, delta = caller(spec, mha_dkv=kernel), job.of_delta()
     with using(CHECKED):
         call("mha_delta", delta)
         assert delta["key_work"][DELTAS] == READY
@@ -337,20 +341,21 @@ def test_keys_wait_for_the_statistics_that_they_read() -> None:
     """Only told ``behind_dq`` and that all CTAs of mha_delta have stored they begin early: with
     that kernel right in front of them, a hazard.  Of any other count they wait."""
     job = GradJob.of(drawn(MAIN, (140, 9), (37, 5), 2, 2, ctas=2))
-    early(job, 0)
+    early(MAIN, job, 0)
     for deltas in (0, READY - 1, READY + 1):
-        early(job, 1, deltas)
+        early(MAIN, job, 1, deltas)
     for counted in (None, READY):  # the count itself, or what stands behind it
         with pytest.raises(Hazard, match="griddepcontrol.wait must come first"):
-            early(job, 1, counted)
+            early(MAIN, job, 1, counted)
 
 
-def test_the_count_is_released_and_acquired() -> None:
+@main_first
+def test_the_count_is_released_and_acquired(spec: VariantSpec) -> None:
     """What no run here can miss: mha_delta's release behind the barrier behind its stores, and
     mha_dkv's acquire and proxy fence in front of all else that it reads."""
     delta, keys = (
         [x.opcode for x in kernel.program(kernel.entry).kernel.code]
-        for kernel in (loaded(variants(MAIN)[op]) for op in ("mha_delta", "mha_dkv"))
+        for kernel in (loaded(variants(spec)[op]) for op in ("mha_delta", "mha_dkv"))
     )
     (count,) = (i for i, x in enumerate(delta) if x.startswith("atom."))
     (barrier,) = (i for i, x in enumerate(delta) if x.startswith("bar.sync"))
@@ -366,12 +371,12 @@ def test_the_count_is_released_and_acquired() -> None:
 
 
 @whole
-def test_each_wait_for_a_grid_is_needed() -> None:
-    """mha_dq's and, at its begin, that of mha_dkv's producer, by a hazard; the consumers' before
-    they store and the producer's at its end by their places, since an early store of other bytes
-    is no hazard to the software GPU."""
-    job = GradJob.of(drawn(MAIN, (40, 9), (37, 5), 1, 1, ctas=1))
-    kernel = loaded(variants(MAIN)["mha_dkv"])
+@of_each
+def test_each_wait_for_a_grid_is_needed(spec: VariantSpec) -> None:
+    """mha_dq's, that of mha_dkv's producer at its begin and that of its consumers before they
+    store, by a hazard; the producer's at its end by its place."""
+    job = GradJob.of(drawn(spec, (40, 9), (37, 5), 1, 1, ctas=1))
+    kernel = loaded(variants(spec)["mha_dkv"])
     program = kernel.program(kernel.entry)
     places = [
         line_of(SOURCES / "mha_dkv.py", "compat.pdl_wait()", after)
@@ -383,21 +388,64 @@ def test_each_wait_for_a_grid_is_needed() -> None:
         mutate.planted(kernel, kernel.entry, {waits[0].pc: none(waits[0])}),
         pytest.raises(Hazard, match="griddepcontrol.wait must come first"),
     ):
-        early(job, 0, kernel=kernel)
-    queries = loaded(variants(MAIN)["mha_dq"])
+        early(spec, job, 0, kernel=kernel)
+    stored_behind_itself(job, kernel)
+    with (
+        mutate.planted(kernel, kernel.entry, {waits[2].pc: none(waits[2])}),
+        pytest.raises(Hazard, match="write of what the grid launched before"),
+    ):
+        stored_behind_itself(job, kernel)
+    queries = loaded(variants(spec)["mha_dq"])
     (wait,) = mutate.matching(queries.program(queries.entry), "griddepcontrol.wait")
     with (
         mutate.planted(queries, queries.entry, {wait.pc: none(wait)}),
         using(CHECKED),
         pytest.raises(Hazard, match="griddepcontrol.wait must come first"),
     ):
-        job.run(caller(MAIN, mha_dq=queries))
+        job.run(caller(spec, mha_dq=queries))
     opcodes = {x.pc: x.opcode for x in program.kernel.code}
     (launch,) = (pc for pc, x in opcodes.items() if x == "griddepcontrol.launch_dependents")
     between = [opcodes[pc] for pc in sorted(opcodes) if waits[1].pc < pc < launch]
     assert waits[1].pc < launch and not any(x.startswith(("bra", "st.", "ret")) for x in between)
     stores = [pc for pc, x in opcodes.items() if x.startswith("st.global")]
     assert waits[2].pc < min(stores)
+
+
+def stored_behind_itself(job: GradJob, kernel: Any) -> None:
+    """mha_dkv, told that all it reads is there, and again into the same memory: a hazard if it
+    stores what the grid before stored, and has not waited for it."""
+    first = {**job.of_dkv(job.want_stats().float()), "behind_dq": 1}
+    first["work"][DELTAS] = READY
+    with using(CHECKED):
+        for given in (first, {**first, "work": first["work"].clone()}):
+            given["work"][0] = 0
+            kernel(*(given[name] for name in kernel.names.arguments))
+
+
+# op -> whether the mutation study misses each of its waits for a grid: that at mha_dkv's end
+MISSED = {
+    "mha_rope_sum": [False], "mha_delta": [False], "mha_dq": [False],
+    "mha_dkv": [False, True, False],
+}  # fmt: skip
+
+
+@whole
+@pytest.mark.parametrize("op", MISSED)
+def test_the_mutation_study_notices_waits(op: str) -> None:
+    """Under any schedule, by a grid before that wrote what is read or written too early."""
+    spec = variants(MAIN)[op]
+    workload = selfcheck.Workload(
+        spec, runtime.find_or_build(spec, need_library=False).directory
+    )  # fmt: skip
+    workload.again = True
+    kernel: Any = workload.kernel
+    waits = [
+        site for site in mutate.sites(kernel.program(kernel.entry))
+        if site.text.startswith("griddepcontrol.wait")
+    ]  # fmt: skip
+    found = list(mutate.study(kernel, kernel.entry, lambda: workload.run().passed, 1, waits))
+    assert [not outcome.killed for outcome in found] == MISSED[op]
+    assert {outcome.how for outcome in found if outcome.killed} == {"early-dependent-access"}
 
 
 def none(_ins: Instr) -> str:

@@ -120,6 +120,8 @@ class Workload(NamedTuple):
         tiles: (spec, call of ``small``) -> its tiles of work: without any, a check proves nothing.
         steady: (spec, tiles) -> extents of a call of one CTA that takes so many tiles, where an op
             that is no decode has a steady state, of which costs are told a tile.
+        behind: (spec) -> calls that the mutation study makes behind those of ``small``, of an op
+            that is no helper: each writes or reads what the grid before has written.
     """
 
     small: Small
@@ -133,6 +135,7 @@ class Workload(NamedTuple):
     job: Callable[[VariantSpec, Sequence[int], runtime.Kernel], Job] | None = None
     tiles: Callable[[VariantSpec, Call], int] = elements
     steady: Callable[[VariantSpec, int], Sizes] | None = None
+    behind: Small | None = None
 
 
 # ---------------------------------------------------------------------------- judges

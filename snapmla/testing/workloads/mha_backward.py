@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_grads import PAD, rope_groups, stats_blocks
-from dsl_kernels.mha_list import WIDTHS, most_tiles
+from dsl_kernels.mha_grads import DELTAS, PAD, READY, rope_groups, stats_blocks
+from dsl_kernels.mha_list import TAKEN, WIDTHS, most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_grad_job import GradJob
 from snapmla.testing.mha_job import MhaJob, offsets, work_of
@@ -108,13 +108,59 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     )
 
 
-def workload(of: Of, grads: Callable[[Call], dict[str, Tensor]], results: tuple[str, ...]):  # type: ignore[no-untyped-def]
+def small_job(spec: VariantSpec) -> GradJob:
+    """One row tile, one head."""
+    return GradJob.of(MhaJob.draw(forward_spec(spec), (9,), (9,), 1, 1, ctas=1))
+
+
+def called(of: Of, job: GradJob, **changed: Any) -> Call:
+    """A call of a job, some of whose arguments are changed."""
+    return Call({**of(job, job.want_stats().float()), **changed}, {}, job=job)
+
+
+def untaken(call: Call, deltas: int = 0) -> Tensor:
+    """A call's list before it was run; ``deltas``: what mha_delta has counted."""
+    work: Tensor = call.arguments["work"].clone()
+    work[TAKEN], work[DELTAS] = 0, deltas
+    return work
+
+
+def queries_behind(of: Of, spec: VariantSpec) -> Iterator[Call]:
+    """A call of mha_dq behind itself."""
+    call = called(of, small_job(spec))
+    yield call
+    yield with_changes(call, work=untaken(call))
+
+
+def keys_behind(of: Of, spec: VariantSpec) -> Iterator[Call]:
+    """A call of mha_dkv whose V the grid before wrote, and one that is told that it need not wait
+    for what it reads, behind itself."""
+    job = small_job(spec)
+    first = called(of, job)
+    yield first
+    v = first.arguments["dv"]
+    yield called(of, GradJob.of(replace(job.forward, v=v)))
+    told = called(of, job)
+    told = with_changes(told, work=untaken(told, READY), behind_dq=1)
+    yield told
+    yield with_changes(told, work=untaken(told, READY))
+
+
+def with_changes(call: Call, **changed: Any) -> Call:
+    """The call with some other arguments."""
+    return call._replace(arguments={**call.arguments, **changed})
+
+
+def workload(  # type: ignore[no-untyped-def]
+    of: Of, grads: Callable[[Call], dict[str, Tensor]], results: tuple[str, ...],
+    behind: Callable[[Of, VariantSpec], Iterator[Call]],
+):  # fmt: skip
     """Of mha_dq or mha_dkv: ``of`` makes arguments, ``grads`` names gradients of a call."""
     return Workload(
         lambda spec: calls(of, spec), lambda _spec, given: judged(grads, given),
         lambda case, run: recorded(of, results, case, run),
         lambda spec, sizes, device, seed: sized(of, spec, sizes, device, seed),
-        moved=moved, tiles=tiles,
+        moved=moved, tiles=tiles, behind=lambda spec: behind(of, spec),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from dsl_kernels.mha_grads import PAD, stats_blocks
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_grad_job import GradJob
+from snapmla.testing.mha_job import MhaJob
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
@@ -80,4 +81,13 @@ def moved(_spec: VariantSpec, sizes: Sizes) -> float:
     return sizes.batch * sizes.s_q * sizes.heads * (4.0 * 128 + 4 + 8)
 
 
-WORKLOAD = Workload(small, judge, recorded, sized, moved=moved)
+def behind(spec: VariantSpec) -> Iterator[Call]:
+    """Five rows of a head, behind themselves."""
+    fwd = VariantSpec(op="mha_fwd", d_qk=128, dtype=spec.dtype, arch="sm_90a")
+    job = GradJob.of(MhaJob.draw(fwd, (5,), (5,), 1, 1))
+    call = Call(job.of_delta(), {"stats": "stats"}, job=job)
+    yield call
+    yield call
+
+
+WORKLOAD = Workload(small, judge, recorded, sized, moved=moved, behind=behind)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from snapmla.testing.workloads.call import Call
-from snapmla.testing.workloads.mha_backward import workload
+from snapmla.testing.workloads.mha_backward import keys_behind, workload
 
 
 def grads(call: Call) -> dict[str, Tensor]:
@@ -18,4 +18,6 @@ def grads(call: Call) -> dict[str, Tensor]:
     return found
 
 
-WORKLOAD = workload(lambda job, stats: job.of_dkv(stats), grads, ("dk_nope", "dv"))
+WORKLOAD = workload(
+    lambda job, stats: job.of_dkv(stats), grads, ("dk_nope", "dv"), keys_behind
+)  # fmt: skip
