@@ -16,8 +16,8 @@ from snapmla.dsa.append_index_k import SCALES, append_index_k
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import exact, rotary
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.exact import Case, Exact, Recorded, Runner
+from snapmla.testing.workloads.samples import Adversarial, Random
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         slots[10] = PAGE  # the first of a page
         given = {
             "cache": pool[:, :PAGE_BYTES], "k": k, "slot_mapping": slots, "power_of_two": flag,
-            **rotary.small(spec, n), **norm,
+            **rotary.arguments(spec, n, Adversarial()), **norm,
         }  # fmt: skip
         yield Call(given, {f"pages {('side by side', 'apart')[flag]}": "cache"}, truth(spec, given))
 
@@ -89,20 +89,20 @@ def recorded(case: Case, run: Runner) -> Recorded:
     run.call(
         case.variant, cache=pool, k=c[:, :INDEX_DIM].to(run.device),
         slot_mapping=index.to(run.device), power_of_two=case.index % 2,
-        **rotary.recorded(case, n, run), **norm,
+        **rotary.arguments(spec, n, Exact(case, run.device)), **norm,
     )  # fmt: skip
     return Recorded(check, {"pool": exact.bits_of(pool.contiguous())})
 
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """All tokens of the batch, to slots in random order."""
-    source, n = Source(device, seed), sizes.batch * sizes.tokens
+    source, n = Random(device, seed), sizes.batch * sizes.tokens
     pages = -(-n // PAGE)
     return {
         "cache": torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device),
         "k": source.normal(n, INDEX_DIM, dtype=DTYPES[spec.in_dtype]),
         "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
-        "power_of_two": 1, **rotary.sized(spec, n, source),
+        "power_of_two": 1, **rotary.arguments(spec, n, source),
         **norm_of(spec, *source.normal(2, INDEX_DIM)),
     }  # fmt: skip
 

@@ -21,8 +21,8 @@ from snapmla.testing import rounding
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.workloads import exact, rotary, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.exact import Case, Exact, Recorded, Runner
+from snapmla.testing.workloads.samples import PAGE, Adversarial, Random
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -81,7 +81,12 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     c_kv[3, 7] = math.nan
     slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
     slots[5] = -1
-    tokens = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slots, **rotary.small(spec, n)}
+    tokens = {
+        "c_kv": c_kv,
+        "k_rope": k_rope,
+        "slot_mapping": slots,
+        **rotary.arguments(spec, n, Adversarial()),
+    }
     if FORMATS[spec.cache_dtype].named:
         yield from _small_bytes(spec, tokens)
         return
@@ -158,7 +163,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
     else:
         style = (heads, spec.cache_dtype, run.device, case.index % 3)
         cache = {"kv": exact.rows_pool(pages, page_size, *style)}
-    run.call(case.variant, **cache, **given, **rotary.recorded(case, n, run))
+    run.call(case.variant, **cache, **given, **rotary.arguments(spec, n, Exact(case, run.device)))
     rows = [exact.bits_of(x).reshape(pages * page_size, -1) for x in cache.values()]
     if fp8:
         rows = [np.concatenate([x.view(np.uint8) for x in rows], axis=1)]
@@ -167,7 +172,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """All tokens of the batch, to slots in random order."""
-    source, n = Source(device, seed), sizes.batch * sizes.tokens
+    source, n = Random(device, seed), sizes.batch * sizes.tokens
     pages = -(-n // PAGE)
     joint = source.normal(n, HEAD_DIM_QK, dtype=DTYPES[spec.in_dtype])
     record = FORMATS[spec.cache_dtype]
@@ -178,7 +183,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     return {
         **source.planes(pages, PAGE, spec.cache_dtype), **tokens,
         "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
-        **rotary.sized(spec, n, source), **last,
+        **rotary.arguments(spec, n, source), **last,
     }  # fmt: skip
 
 

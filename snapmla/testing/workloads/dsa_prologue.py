@@ -19,8 +19,8 @@ from snapmla.dsa.prologue import Prologue, prologue
 from snapmla.testing import index_reference, rope
 from snapmla.testing.workloads import append_index_k, append_kv, exact, rotary, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.exact import Case, Exact, Recorded, Runner
+from snapmla.testing.workloads.samples import Adversarial, Random
 
 CACHE = ("content", "rope", "scale", "kv")
 HEADS, NUM_HEADS = 64, 128  # of DeepSeek-V3.2
@@ -157,8 +157,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         given: dict[str, Any] = {
             **cache, "index_cache": pool[:, :PAGE_BYTES], **projections(spec, n, heads, num_heads),
             "slot_mapping": slots.to(dtype), "index_slot_mapping": index_slots.to(dtype),
-            **rotary.small(latents_of(spec), n), **norms(spec), "weight_scale": 0.011,
-            "power_of_two": flag,
+            **rotary.arguments(latents_of(spec), n, Adversarial()), **norms(spec),
+            "weight_scale": 0.011, "power_of_two": flag,
         }  # fmt: skip
         for name in ("norm_weight", "norm_eps"):
             del given[name]
@@ -192,7 +192,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
     pool = run.full((1, PAGE_BYTES), 3, torch.uint8)
     parts = (exact.bell(case.bits(name), (INDEX_DIM,), 0) for name in (".weight", ".bias"))
     weight, bias = (run.there(part) for part in parts)
-    angles = rotary.recorded(Case(latents_of(spec).name, case.index), n, run)
+    angles = rotary.arguments(latents_of(spec), n, Exact(case, run.device).of(latents_of(spec)))
     given: dict[str, Any] = {
         **cache, "c_kv": c.to(device), "k_rope": r.to(device), "slot_mapping": index.to(device),
         "index_cache": pool, "index_k": c[:, 128 : 128 + INDEX_DIM].to(device),
@@ -217,11 +217,11 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """All tokens of the batch, of DeepSeek-V3.2's heads, to slots in random order."""
-    source, n, dtype = Source(device, seed), sizes.batch * sizes.tokens, DTYPES[spec.in_dtype]
+    source, n, dtype = Random(device, seed), sizes.batch * sizes.tokens, DTYPES[spec.in_dtype]
     pages = -(-n // PAGE)
     latent = source.normal(n, HEAD_DIM_QK, dtype=dtype)
     key = source.normal(n, INDEX_DIM + HEADS, dtype=dtype)
-    angles = rotary.sized(latents_of(spec), n, source)
+    angles = rotary.arguments(latents_of(spec), n, source)
     index = INDEX[spec.index_dtype]
     given: dict[str, Any] = {
         **source.planes(pages, PAGE, spec.cache_dtype),

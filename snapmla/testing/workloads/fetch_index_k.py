@@ -16,7 +16,7 @@ from snapmla.testing import index_tables
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 UNTOUCHED = 7
 
@@ -110,7 +110,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """All tokens of the batch, from pages in random order."""
-    source, n = Source(device, seed), sizes.batch * sizes.tokens
+    source, n = Random(device, seed), sizes.batch * sizes.tokens
     width = -(-sizes.tokens // PAGE)
     pages = sizes.batch * width
     cache = torch.zeros(pages, PAGE_BYTES, dtype=torch.uint8, device=device)

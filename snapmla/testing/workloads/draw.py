@@ -1,0 +1,131 @@
+"""Draws: where the numbers of a problem's arguments come from.
+
+A *problem* is an op's own record of a call before any number is there: extents, lengths, what is
+planted.  ``arguments(spec, problem, draw)`` of the op's file lays it out, once for all draws:
+
+* ``Adversarial`` (``samples.py``): small calls on the CPU, torch's global seed, poison around them;
+* ``Exact`` (``exact.py``): the same bits on every machine, for results that are on record;
+* ``Random`` (``samples.py``): normal numbers on any device, in calls as large as in service.
+
+``problem.py`` makes an op's workload of them.  Every draw draws in the order in which it is asked.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
+
+T = TypeVar("T")
+Plant = Callable[..., None]  # (draw, tensors): writes what a problem is about among numbers
+
+
+def nothing(_draw: Draw, *_tensors: Tensor) -> None:
+    """Plants nothing."""
+
+
+class Draw(abc.ABC):
+    """Numbers for arguments.
+
+    Floating-point values are fp32 unless a dtype is named; ``there`` gives them their dtype behind
+    what is planted, and takes them to ``device``.
+
+    Attributes:
+        device: of the arguments.
+        fill: value of results before a call.
+        angles: positions of a RoPE table.
+    """
+
+    fill: ClassVar[float]
+    angles: ClassVar[int]
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._kept: dict[Hashable, Any] = {}
+
+    # ---------------------------------------------------------------- numbers
+
+    @abc.abstractmethod
+    def rows(self, *shape: int) -> Tensor:
+        """Rows of values and outputs: normal, or of a like spread."""
+
+    @abc.abstractmethod
+    def lses(self, *shape: int) -> Tensor:
+        """LSE of partial results."""
+
+    @abc.abstractmethod
+    def joint(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Rows of 576 values of queries or tokens, in their dtype."""
+
+    @abc.abstractmethod
+    def positions(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Rows of a RoPE table, (n,), those of no row among them if the draw is not random."""
+
+    @abc.abstractmethod
+    def gain(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Weight of an RMS norm."""
+
+    @abc.abstractmethod
+    def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
+        """Block table, int32 (batch, width).
+
+        Args:
+            bound: ids are random and below it; 0: each page of a pool occurs once.
+        """
+
+    def cos_sin(self, dtype: torch.dtype) -> Tensor:
+        """RoPE table of ``angles`` positions, (angles, 64)."""
+        steps = torch.arange(QK_ROPE_HEAD_DIM // 2, device=self.device) * 2 / QK_ROPE_HEAD_DIM
+        angle = torch.arange(self.angles, device=self.device)[:, None] * 10000.0**-steps
+        return torch.cat([angle.cos(), angle.sin()], -1).to(dtype)
+
+    # ---------------------------------------------------------------- layout
+
+    def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Drawn values in their dtype, on the device."""
+        return x if dtype is None else x.to(dtype)
+
+    def full(self, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One value."""
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def i32(self, values: Any) -> Tensor:
+        """A table."""
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def alone(self, *names: str) -> dict[str, Tensor]:
+        """Tables that are empty where every sequence is one unit of query rows."""
+        return {name: self.i32([]).view((0, 2) if name == "units" else (0,)) for name in names}
+
+    def results(
+        self, batch: int, s_q: int, heads: int, dtype: torch.dtype, d_v: int = KV_LORA_RANK
+    ) -> dict[str, Tensor]:
+        """out (batch, s_q, heads, d_v) and lse (batch, heads, s_q), full of ``fill``."""
+        out = self.full(batch, s_q, heads, d_v, value=self.fill, dtype=dtype)
+        return {"out": out, "lse": self.full(batch, heads, s_q, value=self.fill)}
+
+    @abc.abstractmethod
+    def lse_units(self) -> dict[str, float]:
+        """lse_factor and empty_lse."""
+
+    # ---------------------------------------------------------------- several problems
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """Values that problems of one draw share: ``make`` draws them for the first that asks."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        found: T = self._kept[name]
+        return found
+
+    def of(self, _spec: VariantSpec) -> Draw:
+        """Draw of arguments that another op's variant shares."""
+        return self
+
+    def identify_by(self, *values: Tensor, bits: Sequence[Tensor] = ()) -> None:  # noqa: B027
+        """Tells a record, if this is one's draw, what identifies inputs; of ``bits`` patterns."""
