@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.index_cache import PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
 
 T = TypeVar("T")
@@ -40,10 +41,12 @@ class Draw(abc.ABC):
         device: of the arguments.
         fill: value of results before a call.
         angles: positions of a RoPE table.
+        byte: of an index cache before a call.
     """
 
     fill: ClassVar[float]
     angles: ClassVar[int]
+    byte: ClassVar[int]
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -62,6 +65,42 @@ class Draw(abc.ABC):
     @abc.abstractmethod
     def joint(self, n: int, dtype: torch.dtype) -> Tensor:
         """Rows of 576 values of queries or tokens, in their dtype."""
+
+    @abc.abstractmethod
+    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """c_kv (n, 512) and k_rope (n, 64), in their dtype."""
+
+    @abc.abstractmethod
+    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+        """Rows that begin with an index key, in their dtype; ``gap``: elements behind it."""
+
+    @abc.abstractmethod
+    def affine(self, width: int) -> tuple[Tensor, Tensor]:
+        """Numbers for a layer norm's weight and bias, (width,) each, on the device."""
+
+    @abc.abstractmethod
+    def order(self, n: int) -> Tensor:
+        """0 to n - 1 in random order, int64."""
+
+    def slots(
+        self, n: int, room: int, dtype: torch.dtype, *, outside: Sequence[int] = (),
+        edges: Sequence[int] = (),
+    ) -> Tensor:  # fmt: skip
+        """Slots of tokens in a pool, (n,), on the device.
+
+        Args:
+            room: slots of the pool.
+            outside: tokens that get -1, ``room`` and the dtype's ends, as far as they go.
+            edges: slots of the last tokens.
+        """
+        found = self.order(room - len(edges))[:n]
+        for edge in sorted(edges):
+            found = found + (found >= edge)
+        found[n - len(edges) :] = found.new_tensor(edges)
+        ends = torch.iinfo(dtype)
+        for token, slot in zip(outside, (-1, room, ends.min, ends.max), strict=False):
+            found[token] = slot
+        return self.there(found, dtype)
 
     @abc.abstractmethod
     def positions(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -84,6 +123,23 @@ class Draw(abc.ABC):
         steps = torch.arange(QK_ROPE_HEAD_DIM // 2, device=self.device) * 2 / QK_ROPE_HEAD_DIM
         angle = torch.arange(self.angles, device=self.device)[:, None] * 10000.0**-steps
         return torch.cat([angle.cos(), angle.sin()], -1).to(dtype)
+
+    # ---------------------------------------------------------------- caches
+
+    @abc.abstractmethod
+    def cache(
+        self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
+    ) -> dict[str, Tensor]:
+        """Planes of a cache as kernels take them.
+
+        Args:
+            style: of its memory; 0: without gaps, of FP8 ``split``.
+        """
+
+    def index_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """Pages of an index cache, full of ``byte``; ``gap``: bytes behind each."""
+        made = self.full(pages, PAGE_BYTES + gap, value=self.byte, dtype=torch.uint8)
+        return made[:, :PAGE_BYTES]
 
     # ---------------------------------------------------------------- layout
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
@@ -240,6 +241,7 @@ class Exact(Draw):
 
     fill = 3.0
     angles = 40
+    byte = 3
 
     def __init__(self, case: Case, device: str) -> None:
         super().__init__(device)
@@ -268,11 +270,21 @@ class Exact(Draw):
         return torch.from_numpy(bell(self.bits(), shape, sizes))
 
     def joint(self, n: int, dtype: torch.dtype) -> Tensor:
-        return torch.cat(self.latents(n, dtype), -1)
+        return torch.cat(self.tokens(n, dtype), -1)
 
-    def latents(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(n, 512) and (n, 64) of ``latents``, on the CPU."""
+    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return latents(self.case, n, NAMES[dtype])
+
+    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+        return self.tokens(n, dtype)[0]
+
+    def affine(self, width: int) -> tuple[Tensor, Tensor]:
+        weight, bias = (bell(self.bits(name), (width,), 0) for name in (".weight", ".bias"))
+        return self.there(torch.from_numpy(weight)), self.there(torch.from_numpy(bias))
+
+    def order(self, n: int) -> Tensor:
+        drawn = self.bits().below(1 << 40, (n,))
+        return torch.from_numpy(np.argsort(drawn, kind="stable"))
 
     def cos_sin(self, dtype: torch.dtype) -> Tensor:
         """Numbers of [-1, 1], which stand for cosines and sines."""
@@ -293,8 +305,17 @@ class Exact(Draw):
     def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
         if bound:
             return self.below(bound, (batch, width)).int().to(self.device)
-        order = np.argsort(self.bits().below(1 << 40, (batch * width,)), kind="stable")
-        return torch.from_numpy(order.astype(np.int32)).view(batch, width).to(self.device)
+        return self.order(batch * width).int().view(batch, width).to(self.device)
+
+    def cache(
+        self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
+    ) -> dict[str, Tensor]:
+        form = FORMATS[cache_dtype]
+        if form.rows:
+            return {"kv": rows_pool(pages, page_size, heads, cache_dtype, self.device, style)}
+        if form.named:
+            return {"kv": bytes_pool(form, pages, page_size, self.device, style)}
+        return pool(pages, page_size, LAYOUTS[style], self.device)
 
     def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return super().there(x, dtype).to(self.device)  # rounded on the CPU, NaN too

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.index_cache import INDEX_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
 from snapmla.cache import PagedKVCache
@@ -217,6 +218,7 @@ class Adversarial(Draw):
 
     fill = 7.0
     angles = 50
+    byte = 0x7F
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -229,6 +231,20 @@ class Adversarial(Draw):
 
     def joint(self, n: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(n, HEAD_DIM_QK).to(dtype)
+
+    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        c, r = sample_tokens(n)
+        return c.to(dtype), r.to(dtype)
+
+    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+        return torch.randn(n, INDEX_DIM + gap).to(dtype)
+
+    def affine(self, width: int) -> tuple[Tensor, Tensor]:
+        weight, bias = torch.randn(2, width)
+        return weight, bias
+
+    def order(self, n: int) -> Tensor:
+        return torch.randperm(n)
 
     def positions(self, n: int, dtype: torch.dtype) -> Tensor:
         found = torch.randint(0, self.angles, (n,))
@@ -243,10 +259,21 @@ class Adversarial(Draw):
             return torch.randint(bound, (batch, width)).int()
         return torch.arange(batch * width, dtype=torch.int32).view(batch, width)
 
+    def cache(
+        self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
+    ) -> dict[str, Tensor]:
+        form, strided = FORMATS[cache_dtype], bool(style)
+        if form.rows:
+            dtype = exact.TORCH[cache_dtype]
+            return planes(poisoned_rows(pages, page_size, dtype, heads, strided=strided))
+        if form.named:
+            return planes(poisoned_bytes(cache_dtype, pages, page_size, strided=strided))
+        return planes(poisoned_cache(pages, page_size, exact.LAYOUTS[style]))
+
     def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         made = super().there(x, dtype)
-        if made.dtype != x.dtype:  # a cast makes other patterns of NaN on other machines
-            made[made.isnan()] = math.nan
+        if made.dtype != x.dtype and made.is_floating_point():
+            made[made.isnan()] = math.nan  # casts make other patterns on other machines
         return made
 
     def lse_units(self) -> dict[str, float]:
@@ -258,6 +285,7 @@ class Random(Draw):
 
     fill = 0.0
     angles = 163840  # of DeepSeek-V3's rotary embedding
+    byte = 0xFF
 
     def __init__(self, device: str, seed: int) -> None:
         super().__init__(device)
@@ -273,6 +301,24 @@ class Random(Draw):
 
     def joint(self, n: int, dtype: torch.dtype) -> Tensor:
         return self.normal(n, HEAD_DIM_QK, dtype=dtype)
+
+    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Slices of joint rows, as a projection leaves them."""
+        rows = self.joint(n, dtype)
+        return rows[:, :KV_LORA_RANK], rows[:, KV_LORA_RANK:]
+
+    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+        return self.normal(n, INDEX_DIM + gap, dtype=dtype)
+
+    def affine(self, width: int) -> tuple[Tensor, Tensor]:
+        weight, bias = self.normal(2, width, dtype=torch.float32)
+        return weight, bias
+
+    def cache(
+        self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
+    ) -> dict[str, Tensor]:
+        """Random tokens of one KV head, without gaps."""
+        return self.planes(pages, page_size, cache_dtype)
 
     def positions(self, n: int, dtype: torch.dtype) -> Tensor:
         return self.below(self.angles, n).to(dtype)
