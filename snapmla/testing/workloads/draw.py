@@ -75,6 +75,10 @@ class Draw(abc.ABC):
         """Rows that begin with an index key, in their dtype; ``gap``: elements behind it."""
 
     @abc.abstractmethod
+    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
+        """RoPE channels of attention's queries, (n, heads, 64), in their dtype."""
+
+    @abc.abstractmethod
     def affine(self, width: int) -> tuple[Tensor, Tensor]:
         """Numbers for a layer norm's weight and bias, (width,) each, on the device."""
 

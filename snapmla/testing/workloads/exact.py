@@ -278,6 +278,10 @@ class Exact(Draw):
     def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
         return self.tokens(n, dtype)[0]
 
+    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
+        """Some of the first rows of 32 heads."""
+        return self.tokens(n * 32, dtype)[1].view(n, 32, -1)[:, :heads]
+
     def affine(self, width: int) -> tuple[Tensor, Tensor]:
         weight, bias = (bell(self.bits(name), (width,), 0) for name in (".weight", ".bias"))
         return self.there(torch.from_numpy(weight)), self.there(torch.from_numpy(bias))

@@ -239,6 +239,9 @@ class Adversarial(Draw):
     def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
         return torch.randn(n, INDEX_DIM + gap).to(dtype)
 
+    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(n, heads, QK_ROPE_HEAD_DIM + 128).to(dtype)[..., 128:]
+
     def affine(self, width: int) -> tuple[Tensor, Tensor]:
         weight, bias = torch.randn(2, width)
         return weight, bias
@@ -309,6 +312,9 @@ class Random(Draw):
 
     def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
         return self.normal(n, INDEX_DIM + gap, dtype=dtype)
+
+    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
+        return self.normal(n, heads, QK_ROPE_HEAD_DIM + 128, dtype=dtype)[..., 128:]
 
     def affine(self, width: int) -> tuple[Tensor, Tensor]:
         weight, bias = self.normal(2, width, dtype=torch.float32)
