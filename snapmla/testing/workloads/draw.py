@@ -13,14 +13,15 @@ planted.  ``arguments(spec, problem, draw)`` of the op's file lays it out, once 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.index_cache import PAGE_BYTES
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.index_cache import INDEX_DIM, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
 
 T = TypeVar("T")
@@ -56,74 +57,52 @@ class Draw(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, *shape: int) -> Tensor:
-        """Rows of values and outputs: normal, or of a like spread."""
+        """Values: normal, or of a like spread."""
 
     @abc.abstractmethod
-    def lses(self, *shape: int) -> Tensor:
-        """LSE of partial results."""
-
-    @abc.abstractmethod
-    def joint(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Rows of 576 values of queries or tokens, in their dtype."""
-
-    @abc.abstractmethod
-    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """c_kv (n, 512) and k_rope (n, 64), in their dtype."""
-
-    @abc.abstractmethod
-    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
-        """Rows that begin with an index key, in their dtype; ``gap``: elements behind it."""
-
-    @abc.abstractmethod
-    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
-        """RoPE channels of attention's queries, (n, heads, 64), in their dtype."""
-
-    @abc.abstractmethod
-    def affine(self, width: int) -> tuple[Tensor, Tensor]:
-        """Numbers for a layer norm's weight and bias, (width,) each, on the device."""
+    def below(self, bound: int, n: int) -> Tensor:
+        """(n,) int64 of [0, bound)."""
 
     @abc.abstractmethod
     def order(self, n: int) -> Tensor:
         """0 to n - 1 in random order, int64."""
 
-    def slots(
-        self, n: int, room: int, dtype: torch.dtype, *, outside: Sequence[int] = (),
-        edges: Sequence[int] = (),
-    ) -> Tensor:  # fmt: skip
-        """Slots of tokens in a pool, (n,), on the device.
+    def lses(self, *shape: int) -> Tensor:
+        """LSE of partial results."""
+        return self.rows(*shape)
 
-        Args:
-            room: slots of the pool.
-            outside: tokens that get -1, ``room`` and the dtype's ends, as far as they go.
-            edges: slots of the last tokens.
-        """
-        found = self.order(room - len(edges))[:n]
-        for edge in sorted(edges):
-            found = found + (found >= edge)
-        found[n - len(edges) :] = found.new_tensor(edges)
-        ends = torch.iinfo(dtype)
-        for token, slot in zip(outside, (-1, room, ends.min, ends.max), strict=False):
-            found[token] = slot
-        return self.there(found, dtype)
+    def joint(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Rows of 576 values of queries or tokens, in their dtype."""
+        return self.rows(n, HEAD_DIM_QK).to(dtype)
 
-    @abc.abstractmethod
-    def positions(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Rows of a RoPE table, (n,), those of no row among them if the draw is not random."""
+    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """c_kv (n, 512) and k_rope (n, 64), in their dtype, as a projection leaves them."""
+        rows = self.joint(n, dtype)
+        return rows[:, :KV_LORA_RANK], rows[:, KV_LORA_RANK:]
 
-    @abc.abstractmethod
+    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+        """Rows that begin with an index key, in their dtype; ``gap``: elements behind it."""
+        return self.rows(n, INDEX_DIM + gap).to(dtype)
+
+    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
+        """RoPE channels of attention's queries, (n, heads, 64), in their dtype."""
+        return self.rows(n, heads, QK_ROPE_HEAD_DIM + 128).to(dtype)[..., 128:]
+
+    def affine(self, width: int) -> tuple[Tensor, Tensor]:
+        """Numbers for a layer norm's weight and bias, (width,) each, on the device."""
+        weight, bias = self.rows(2, width)
+        return weight, bias
+
     def gain(self, width: int, dtype: torch.dtype) -> Tensor:
-        """Weight of an RMS norm."""
+        """Weight of an RMS norm, on the device."""
+        return (1 + 0.2 * self.rows(width)).to(dtype)
 
-    @abc.abstractmethod
-    def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
-        """Block table, int32 (batch, width).
-
-        Args:
-            bound: ids are random and below it; 0: each page of a pool occurs once.
-        """
+    def positions(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Rows of a RoPE table, (n,), on the device."""
+        return self.there(self.below(self.angles, n), dtype)
 
     def cos_sin(self, dtype: torch.dtype) -> Tensor:
-        """RoPE table of ``angles`` positions, (angles, 64)."""
+        """RoPE table of ``angles`` positions, (angles, 64), on the device."""
         steps = torch.arange(QK_ROPE_HEAD_DIM // 2, device=self.device) * 2 / QK_ROPE_HEAD_DIM
         angle = torch.arange(self.angles, device=self.device)[:, None] * 10000.0**-steps
         return torch.cat([angle.cos(), angle.sin()], -1).to(dtype)
@@ -144,6 +123,35 @@ class Draw(abc.ABC):
         """Pages of an index cache, full of ``byte``; ``gap``: bytes behind each."""
         made = self.full(pages, PAGE_BYTES + gap, value=self.byte, dtype=torch.uint8)
         return made[:, :PAGE_BYTES]
+
+    def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
+        """Block table, int32 (batch, width), on the device.
+
+        Args:
+            bound: ids are random and below it; 0: each page of a pool occurs once.
+        """
+        ids = self.below(bound, batch * width) if bound else self.order(batch * width)
+        return self.there(ids.view(batch, width), torch.int32)
+
+    def slots(
+        self, n: int, room: int, dtype: torch.dtype, *, outside: Sequence[int] = (),
+        edges: Sequence[int] = (),
+    ) -> Tensor:  # fmt: skip
+        """Slots of tokens in a pool, (n,), on the device.
+
+        Args:
+            room: slots of the pool.
+            outside: tokens that get -1, ``room`` and the dtype's ends, as far as they go.
+            edges: slots of the last tokens.
+        """
+        found = self.order(room - len(edges))[:n]
+        for edge in sorted(edges):
+            found = found + (found >= edge)
+        found[n - len(edges) :] = found.new_tensor(edges)
+        ends = torch.iinfo(dtype)
+        for token, slot in zip(outside, (-1, room, ends.min, ends.max), strict=False):
+            found[token] = slot
+        return self.there(found, dtype)
 
     # ---------------------------------------------------------------- layout
 
@@ -170,9 +178,9 @@ class Draw(abc.ABC):
         out = self.full(batch, s_q, heads, d_v, value=self.fill, dtype=dtype)
         return {"out": out, "lse": self.full(batch, heads, s_q, value=self.fill)}
 
-    @abc.abstractmethod
     def lse_units(self) -> dict[str, float]:
-        """lse_factor and empty_lse."""
+        """lse_factor and empty_lse, natural as torch has them."""
+        return {"lse_factor": math.log(2.0), "empty_lse": -math.inf}
 
     # ---------------------------------------------------------------- several problems
 

@@ -258,9 +258,8 @@ class Exact(Draw):
         """The stream of that name, behind what was drawn of it before."""
         return self._streams.setdefault(name, self.case.bits(name))
 
-    def below(self, bound: int, shape: Sequence[int]) -> Tensor:
-        """int64 of [0, bound), on the CPU."""
-        return torch.from_numpy(self.bits().below(bound, tuple(shape)))
+    def below(self, bound: int, n: int) -> Tensor:
+        return torch.from_numpy(self.bits().below(bound, (n,)))
 
     def rows(self, *shape: int) -> Tensor:
         return torch.from_numpy(bell(self.bits(), shape, 2))
@@ -305,11 +304,6 @@ class Exact(Draw):
     def gain(self, width: int, dtype: torch.dtype) -> Tensor:
         drawn = self.bits(".rope").below(1 << 16, (width,)) * 2.0**-15
         return as_tensor(drawn.astype(np.float32), dtype, self.device)
-
-    def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
-        if bound:
-            return self.below(bound, (batch, width)).int().to(self.device)
-        return self.order(batch * width).int().view(batch, width).to(self.device)
 
     def cache(
         self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0

@@ -92,8 +92,8 @@ SMALL = (
 
 def recorded(draw: Exact) -> Table:
     """Ragged queries of 20 sequences."""
-    begins = [0, *draw.below(9, (20,)).cumsum(0).tolist()]
-    lengths = draw.below(800, (20,)).tolist()
+    begins = [0, *draw.below(9, 20).cumsum(0).tolist()]
+    lengths = draw.below(800, 20).tolist()
     return Table(
         lengths=lengths, width=11, rows=begins[-1] + 3, begins=begins, columns=11, ids=1 << 20
     )  # fmt: skip

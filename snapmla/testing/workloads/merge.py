@@ -84,7 +84,7 @@ def _unseen(_draw: Draw, o: Tensor, lse: Tensor) -> None:
 
 def _awkward(draw: Exact, o: Tensor, lse: Tensor) -> None:
     """Plants rows that no split saw, NaN, infinities and equal weights."""
-    hit = draw.below(12, lse.shape) == 0
+    hit = draw.below(12, lse.numel()).view_as(lse) == 0
     lse[hit], o[hit] = -math.inf, 0.0
     lse[:, 1], o[:, 1] = -math.inf, 0.0
     lse[2, 3], lse[4, 4], lse[9, 5] = math.nan, math.inf, -math.inf

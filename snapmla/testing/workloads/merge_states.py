@@ -102,7 +102,7 @@ def _empty(_draw: Draw, outs: Tensor, lses: Tensor) -> None:
 
 def _awkward(draw: Exact, outs: Tensor, lses: Tensor) -> None:
     """Plants rows without tokens over NaN or infinity, equal weights, and an LSE that is NaN."""
-    hit, by_head = draw.below(8, lses.shape), outs.transpose(2, 3)
+    hit, by_head = draw.below(8, lses.numel()).view_as(lses), outs.transpose(2, 3)
     lses[hit == 0], lses[hit == 1], lses[hit == 2] = -math.inf, math.inf, 3.25
     by_head[hit == 0], by_head[hit == 1] = math.nan, math.inf
     lses[:, 0, 0, 0], lses[0, 0, 1, 0], lses[:, 0, 2, 1] = math.inf, -math.inf, -math.inf

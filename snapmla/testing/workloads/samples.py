@@ -16,7 +16,6 @@ from torch import Tensor
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.index_cache import INDEX_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
 from snapmla.cache import PagedKVCache
@@ -226,40 +225,29 @@ class Adversarial(Draw):
     def rows(self, *shape: int) -> Tensor:
         return torch.randn(shape)
 
-    def lses(self, *shape: int) -> Tensor:
-        return 4.0 * torch.randn(shape)
+    def below(self, bound: int, n: int) -> Tensor:
+        return torch.randint(0, bound, (n,))
 
-    def joint(self, n: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(n, HEAD_DIM_QK).to(dtype)
+    def order(self, n: int) -> Tensor:
+        return torch.randperm(n)
+
+    def lses(self, *shape: int) -> Tensor:
+        return 4.0 * self.rows(*shape)
 
     def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         c, r = sample_tokens(n)
         return c.to(dtype), r.to(dtype)
 
-    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
-        return torch.randn(n, INDEX_DIM + gap).to(dtype)
-
-    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(n, heads, QK_ROPE_HEAD_DIM + 128).to(dtype)[..., 128:]
-
-    def affine(self, width: int) -> tuple[Tensor, Tensor]:
-        weight, bias = torch.randn(2, width)
-        return weight, bias
-
-    def order(self, n: int) -> Tensor:
-        return torch.randperm(n)
-
     def positions(self, n: int, dtype: torch.dtype) -> Tensor:
-        found = torch.randint(0, self.angles, (n,))
-        found[-1] = self.angles  # past the table
-        return found.to(dtype)
-
-    def gain(self, width: int, dtype: torch.dtype) -> Tensor:
-        return (1 + 0.2 * torch.randn(width)).to(dtype)
+        """The last is past the table."""
+        found = super().positions(n, dtype)
+        found[-1] = self.angles
+        return found
 
     def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
+        """In order, where each occurs once."""
         if bound:
-            return torch.randint(bound, (batch, width)).int()
+            return super().page_ids(batch, width, bound)
         return torch.arange(batch * width, dtype=torch.int32).view(batch, width)
 
     def cache(
@@ -279,9 +267,6 @@ class Adversarial(Draw):
             made[made.isnan()] = math.nan  # casts make other patterns on other machines
         return made
 
-    def lse_units(self) -> dict[str, float]:
-        return NATURAL
-
 
 class Random(Draw):
     """Numbers of a device's generator; of device ``meta`` tensors without any."""
@@ -299,45 +284,11 @@ class Random(Draw):
     def rows(self, *shape: int) -> Tensor:
         return self.normal(*shape, dtype=torch.float32)
 
-    def lses(self, *shape: int) -> Tensor:
-        return self.normal(*shape, dtype=torch.float32)
-
-    def joint(self, n: int, dtype: torch.dtype) -> Tensor:
-        return self.normal(n, HEAD_DIM_QK, dtype=dtype)
-
-    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Slices of joint rows, as a projection leaves them."""
-        rows = self.joint(n, dtype)
-        return rows[:, :KV_LORA_RANK], rows[:, KV_LORA_RANK:]
-
-    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
-        return self.normal(n, INDEX_DIM + gap, dtype=dtype)
-
-    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
-        return self.normal(n, heads, QK_ROPE_HEAD_DIM + 128, dtype=dtype)[..., 128:]
-
-    def affine(self, width: int) -> tuple[Tensor, Tensor]:
-        weight, bias = self.normal(2, width, dtype=torch.float32)
-        return weight, bias
-
     def cache(
         self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
     ) -> dict[str, Tensor]:
         """Random tokens of one KV head, without gaps."""
         return self.planes(pages, page_size, cache_dtype)
-
-    def positions(self, n: int, dtype: torch.dtype) -> Tensor:
-        return self.below(self.angles, n).to(dtype)
-
-    def gain(self, width: int, dtype: torch.dtype) -> Tensor:
-        return (1 + 0.2 * self.normal(width, dtype=torch.float32)).to(dtype)
-
-    def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
-        n = batch * width
-        return (self.below(bound, n) if bound else self.order(n)).int().view(batch, width)
-
-    def lse_units(self) -> dict[str, float]:
-        return NATURAL
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Standard normal numbers."""

@@ -142,9 +142,9 @@ def recorded(draw: Exact) -> Scores:
     """Rows of four distributions, ragged."""
     rows, columns, bits = 5, min(capacity(draw.case.spec), 5000) // 4 * 4, draw.bits()
     raw = torch.from_numpy(bits.normal((rows, columns)).astype(np.float32))
-    lengths = [columns, *draw.below(columns + 1, (rows,)).tolist()[1:]]
-    raw[1][draw.below(50, (columns,)) > 0] = 0.0
-    raw[2] = torch.where(draw.below(2, (columns,)) > 0, 0.0, -0.0)
+    lengths = [columns, *draw.below(columns + 1, rows).tolist()[1:]]
+    raw[1][draw.below(50, columns) > 0] = 0.0
+    raw[2] = torch.where(draw.below(2, columns) > 0, 0.0, -0.0)
     return Scores(lengths=lengths, columns=columns, k=columns // 7, scores=raw)
 
 
