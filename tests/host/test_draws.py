@@ -21,7 +21,7 @@ from snapmla.testing.workloads.samples import Adversarial, Random
 NAME = "merge_obf16_sm90a"
 OPS = (
     "merge", "merge_states", "quantize_q", "index_rows", "select_topk", "append_kv",
-    "append_index_k", "dsa_prologue",
+    "append_index_k", "dsa_prologue", "fetch_index_k",
 )  # fmt: skip
 SPECS = [
     spec for spec in matrix.default_specs("sm_90a", ask_kernels=False) if spec.op in OPS

@@ -19,7 +19,7 @@ An op's arguments are laid out once, by ``arguments(spec, problem, draw)``, and 
 small, recorded and sized calls of it.  Its problems are data: extents, lengths, what is planted.
 ``draw.py`` says where numbers come from: ``samples.py`` has those that torch draws, ``exact.py``
 those that are the same bits on every machine.  ``rotary.py`` has what the appends and quantize_q
-share.  Decodes, fetches, dense prefill and plans write the three builders themselves.
+share.  Decodes, ``fetch_dequant``, dense prefill and plans write the three builders themselves.
 """
 
 from __future__ import annotations

@@ -119,6 +119,10 @@ class Draw(abc.ABC):
             style: of its memory; 0: without gaps, of FP8 ``split``.
         """
 
+    @abc.abstractmethod
+    def key_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """Pages of an index cache with keys, uint8; ``gap``: bytes behind each."""
+
     def index_pages(self, pages: int, gap: int = 0) -> Tensor:
         """Pages of an index cache, full of ``byte``; ``gap``: bytes behind each."""
         made = self.full(pages, PAGE_BYTES + gap, value=self.byte, dtype=torch.uint8)

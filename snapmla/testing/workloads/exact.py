@@ -23,6 +23,7 @@ from torch import Tensor
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.index_cache import PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
@@ -314,6 +315,12 @@ class Exact(Draw):
         if form.named:
             return {"kv": bytes_pool(form, pages, page_size, self.device, style)}
         return pool(pages, page_size, LAYOUTS[style], self.device)
+
+    def key_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """Any bytes and scales."""
+        raw = self.bits().below(256, (pages, PAGE_BYTES + gap)).astype(np.uint8)
+        raw[:, SCALES_AT:PAGE_BYTES] = scales(self.bits(), (pages, PAGE), -3).view(np.uint8)
+        return torch.from_numpy(raw)
 
     def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return super().there(x, dtype).to(self.device)  # rounded on the CPU, NaN too

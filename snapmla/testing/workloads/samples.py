@@ -16,6 +16,8 @@ from torch import Tensor
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.index_cache import PAGE as INDEX_PAGE
+from dsl_kernels.index_cache import PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
 from snapmla.cache import PagedKVCache
@@ -245,7 +247,7 @@ class Adversarial(Draw):
         return found
 
     def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
-        """In order, where each occurs once."""
+        """Pages in order, if each occurs once."""
         if bound:
             return super().page_ids(batch, width, bound)
         return torch.arange(batch * width, dtype=torch.int32).view(batch, width)
@@ -260,6 +262,14 @@ class Adversarial(Draw):
         if form.named:
             return planes(poisoned_bytes(cache_dtype, pages, page_size, strided=strided))
         return planes(poisoned_cache(pages, page_size, exact.LAYOUTS[style]))
+
+    def key_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """All codes, scales of any size and one that is NaN."""
+        wide = torch.randint(256, (pages, PAGE_BYTES + gap), dtype=torch.uint8)
+        scales = torch.randn(pages, INDEX_PAGE).exp() * 0.1
+        scales[1, 3] = math.nan
+        wide[:, SCALES_AT:PAGE_BYTES] = scales.view(torch.uint8)
+        return wide
 
     def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         made = super().there(x, dtype)
@@ -289,6 +299,10 @@ class Random(Draw):
     ) -> dict[str, Tensor]:
         """Random tokens of one KV head, without gaps."""
         return self.planes(pages, page_size, cache_dtype)
+
+    def key_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """Zeros."""
+        return self.full(pages, PAGE_BYTES + gap, dtype=torch.uint8)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Standard normal numbers."""
