@@ -28,7 +28,7 @@ from profiles import checkouts, spans, table, timing
 from profiles.peer_ops import vllm_ops
 from profiles.table import Calls, Run, Table
 from profiles.tables import dsa_cost
-from snapmla.testing.workloads.append_kv import moved, sized, truth
+from snapmla.testing.workloads.append_kv import WORKLOAD, moved, truth
 from snapmla.testing.workloads.call import Sizes
 
 ROWS656 = "fp8_ds_mla"
@@ -109,7 +109,7 @@ class Tokens(table.Problem):
         spec, sizes = spec_of(self.kind), Sizes(1, self.tokens)
         self.size = moved(spec, sizes)
         count = min(64, timing.buffer_count(self.size, CONFIG))
-        self.given = [sized(spec, sizes, device.type, seed) for seed in range(count)]
+        self.given = [WORKLOAD.sized(spec, sizes, device.type, seed) for seed in range(count)]
         made = {name: [make(self.kind, g) for g in self.given] for name, make in makes.items()}
         self.calls = {name: [c for c in each if c is not None] for name, each in made.items()}
         half = int(self.size / 2) // 16 * 16
@@ -149,7 +149,7 @@ class Layer(table.Problem):
     def __init__(self, shared: Shared, shape: tuple[int, int]) -> None:
         (self.requests, self.tokens), (makes, device) = shape, shared
         scores = dsa_cost.Problem.of(self.requests, self.tokens, "normal", device=device)
-        self.given = sized(spec_of(ROWS656), Sizes(1, self.requests), device.type, 0)
+        self.given = WORKLOAD.sized(spec_of(ROWS656), Sizes(1, self.requests), device.type, 0)
         made = {name: make(ROWS656, self.given) for name, make in makes.items()}
         self.appends = {name: call for name, call in made.items() if call is not None}
         self.topk, self.small = dsa_cost.ours(scores, True), torch.zeros(4096, device=device)

@@ -127,7 +127,9 @@ class Prologue(table.Problem):
     def __init__(self, device: torch.device, shape: tuple[str, int]) -> None:
         self.fmt, self.tokens = shape
         spec, sizes = spec_of(self.fmt), Sizes(1, self.tokens)
-        self.given = [dsa_prologue.sized(spec, sizes, device.type, i) for i in range(BUFFERS)]
+        self.given = [
+            dsa_prologue.WORKLOAD.sized(spec, sizes, device.type, i) for i in range(BUFFERS)
+        ]
         self.each = [contenders(self.fmt, one) for one in self.given]
         last = self.given[-1]
         for name in ("content", "kv", "scale", "rope", "index_cache"):

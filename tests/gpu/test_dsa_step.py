@@ -178,7 +178,7 @@ def test_keys_read_back(dtype: str, mode: str) -> None:
     """Bit for bit, every small call of the workload."""
     spec = VariantSpec(op="fetch_index_k", key_dtype=dtype, mode=mode)
     run = kernel("cuda", op="fetch_index_k", key_dtype=dtype, mode=mode)
-    for call in fetch_work.small(spec):
+    for call in fetch_work.WORKLOAD.small(spec):
         there = {name: on_device(x) for name, x in call.arguments.items()}
         run(*there.values())
         for name, want in call.want.items():
@@ -189,7 +189,7 @@ def test_keys_read_back(dtype: str, mode: str) -> None:
 def test_rows_of_a_step() -> None:
     """Entry for entry, every small call of the workload."""
     spec, run = VariantSpec(op="index_rows"), kernel("cuda", op="index_rows")
-    for call in rows_work.small(spec):
+    for call in rows_work.WORKLOAD.small(spec):
         there = {name: on_device(x) for name, x in call.arguments.items()}
         run(*there.values())
         for name, want in call.want.items():

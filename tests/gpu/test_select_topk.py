@@ -56,7 +56,7 @@ def test_stable_sort(name: str, columns: int) -> None:
         for shape in shapes.ALL:
             if shape.columns < columns:
                 continue
-            given = workload.arguments(logits, lengths, K, slots)
+            given = workload.laid_out(logits, lengths, K, slots)
             kernel(shape)(*given.values())
             assert torch.equal(given["out"].cpu(), want), (shape, slots is None)
             assert torch.equal(given["counts"].cpu(), counts)
@@ -96,7 +96,7 @@ def test_the_same_bits_of_every_configuration(columns: int) -> None:
         for shape in shapes.ALL:
             if shape.columns < columns:
                 continue
-            given = workload.arguments(logits, lengths.expand(rows).contiguous(), K)
+            given = workload.laid_out(logits, lengths.expand(rows).contiguous(), K)
             kernel(shape)(*given.values())
             assert torch.equal(given["out"].cpu(), want.expand(rows, -1)), (shape, rows)
 

@@ -57,10 +57,10 @@ def judged(calls: list[Call], name: str, change: str) -> bool:
 
 
 def test_a_wrong_entry_is_noticed() -> None:
-    rows = list(index_rows.small(VariantSpec.from_name("index_rows_sm90a")))
+    rows = list(index_rows.WORKLOAD.small(VariantSpec.from_name("index_rows_sm90a")))
     assert not judged(rows, "index_rows", "lengths")
     name = "fetch_index_k_xfp8_indices"
-    keys = list(fetch_index_k.small(VariantSpec.from_name(f"{name}_sm90a")))
+    keys = list(fetch_index_k.WORKLOAD.small(VariantSpec.from_name(f"{name}_sm90a")))
     assert not judged(keys, name, "scales")
 
 

@@ -48,7 +48,7 @@ def select(
     call = kernel(target, op="select_topk", **dict(zip(AXES, shape, strict=True)))
     moved = {n: x.to(device_of(target)) if isinstance(x, Tensor) else x for n, x in options.items()}
     here = logits.to(device_of(target)), lengths.to(device_of(target))
-    given = workload.arguments(*here, k, **moved)  # type: ignore[arg-type]
+    given = workload.laid_out(*here, k, **moved)  # type: ignore[arg-type]
     with using(Options(hazards="raise")):
         call(*given.values())
     return given["out"].cpu(), given["counts"].cpu()
@@ -175,7 +175,7 @@ def test_schedules(asynchronous: str, seed: int) -> None:
     logits = topk_reference.scores("zeros", 2, 1000, 8)
     lengths = torch.tensor([1000, 997]).int()
     call = kernel("sm_90a", op="select_topk", **dict(zip(AXES, KEPT, strict=True)))
-    given = workload.arguments(logits, lengths, K)
+    given = workload.laid_out(logits, lengths, K)
     with using(Options(asynchronous=asynchronous, hazards="raise", seed=seed)):
         call(*given.values())
     assert torch.equal(given["out"], wanted(logits, lengths, K)[0])

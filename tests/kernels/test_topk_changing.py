@@ -65,7 +65,7 @@ def check(shape: tuple[int, int, int], style: str, columns: int, k: int) -> None
     lengths = torch.tensor([columns - 5]).int()
     logits = torch.zeros(1, columns)
     table = torch.arange(columns // 64 + 1).int().view(1, -1)
-    given = workload.arguments(logits, lengths, k, table)
+    given = workload.laid_out(logits, lengths, k, table)
     memory = torch.full((3, k + GAP), -7).int()
     given["out"] = memory[1:2, :k]
     changing = Changing(logits, style)

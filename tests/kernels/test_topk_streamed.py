@@ -41,7 +41,7 @@ def right(
     )
     device = device_of(target)
     pages, begins = (None if x is None else x.to(device) for x in (table, starts))
-    made = workload.arguments(logits.to(device), counts.to(device), k, pages, begins, next_n)
+    made = workload.laid_out(logits.to(device), counts.to(device), k, pages, begins, next_n)
     with using(options or Options(hazards="raise")):
         call(*made.values())
     for mine, each in zip((made["out"], made["counts"]), want, strict=True):

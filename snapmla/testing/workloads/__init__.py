@@ -13,9 +13,13 @@ is used by
 Checks of decodes on a GPU (``tests/gpu``) and bench rows of decodes have inputs of their own.
 
 Who runs a call knows its arguments by name only; their order is the record's
-(``dsl_kernels.arguments.ordered``).  A workload is data and functions: ``call.py`` has the types,
-``samples.py`` what torch draws, ``exact.py`` what is the same bits on every machine, ``rotary.py``
-what append_kv and quantize_q share.
+(``dsl_kernels.arguments.ordered``).  A workload is data and functions: ``call.py`` has the types.
+
+An op's arguments are laid out once, by ``arguments(spec, problem, draw)``, and ``problem.py`` makes
+small, recorded and sized calls of it.  Its problems are data: extents, lengths, what is planted.
+``draw.py`` says where numbers come from: ``samples.py`` has those that torch draws, ``exact.py``
+those that are the same bits on every machine.  ``rotary.py`` has what the appends and quantize_q
+share.  Decodes, ``fetch_dequant``, dense prefill and plans write the three builders themselves.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +15,10 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.dsa.append_index_k import SCALES, append_index_k
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import exact, rotary
-from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw, Plant, nothing
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, workload
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -53,58 +54,70 @@ def norm_of(spec: VariantSpec, weight: Tensor, bias: Tensor) -> dict[str, Any]:
     return {"norm_weight": 1 + 0.2 * weight, "norm_bias": 0.3 * bias, "norm_eps": rotary.EPS}
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Eleven keys, free scales and powers of two, into pages side by side and apart: zeros, tiny
-    ones, NaN, infinity, slots that are none."""
-    n = 11
-    for flag in (0, 1):
-        pool = torch.full((3, PAGE_BYTES + 48 * flag), 0x7F, dtype=torch.uint8)
-        joint = torch.randn(n, INDEX_DIM + 64 * flag).to(DTYPES[spec.in_dtype])
-        k = joint[:, :INDEX_DIM]
-        k[2], k[3], k[4, 7], k[5, 100] = 0.0, k[3] * 1e-6, math.nan, -math.inf
-        norm = norm_of(spec, *torch.randn(2, INDEX_DIM))
-        others = torch.tensor([s for s in range(3 * PAGE) if s not in (0, PAGE, 3 * PAGE - 1)])
-        slots = others[torch.randperm(len(others))[:n]].to(INDEX[spec.index_dtype])
-        slots[6], slots[7], slots[8], slots[9] = -1, 3 * PAGE, 0, 3 * PAGE - 1
-        slots[10] = PAGE  # the first of a page
-        given = {
-            "cache": pool[:, :PAGE_BYTES], "k": k, "slot_mapping": slots, "power_of_two": flag,
-            **rotary.small(spec, n), **norm,
-        }  # fmt: skip
-        yield Call(given, {f"pages {('side by side', 'apart')[flag]}": "cache"}, truth(spec, given))
+@dataclass(frozen=True, kw_only=True)
+class Keys(Problem):
+    """Keys for the slots of an index cache.
+
+    Attributes:
+        tokens, pages: extents.
+        power_of_two: scales.
+        gap: bytes behind a page, and elements behind a key.
+        outside, edges: tokens and slots as ``Draw.slots`` has them.
+        plant: (draw, keys).
+    """
+
+    tokens: int
+    pages: int
+    power_of_two: int
+    gap: tuple[int, int] = (0, 0)
+    outside: Sequence[int] = ()
+    edges: Sequence[int] = ()
+    plant: Plant = nothing
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """57 keys of every awkward kind."""
-    spec, n, pages = case.spec, 57, 4
-    c, _ = exact.latents(case, n, spec.in_dtype)
-    order = case.bits().below(1 << 40, (pages * PAGE,))
-    slots = np.argsort(order, kind="stable")[:n]
-    slots[18], slots[19] = -1, pages * PAGE
-    index = torch.from_numpy(slots.astype(exact.WIDTH[spec.index_dtype]))
-    check = exact.digest([exact.bits_of(c), slots])
-    pool = run.full((pages, PAGE_BYTES + 16 * (case.index % 2)), 3, torch.uint8)[:, :PAGE_BYTES]
-    parts = (exact.bell(case.bits(name), (INDEX_DIM,), 0) for name in (".weight", ".bias"))
-    norm = norm_of(spec, *(run.there(part) for part in parts))
-    run.call(
-        case.variant, cache=pool, k=c[:, :INDEX_DIM].to(run.device),
-        slot_mapping=index.to(run.device), power_of_two=case.index % 2,
-        **rotary.recorded(case, n, run), **norm,
+def arguments(spec: VariantSpec, problem: Keys, draw: Draw) -> dict[str, Any]:
+    """Arguments by name."""
+    n, room = problem.tokens, problem.pages * PAGE
+    wide = draw.keys(n, DTYPES[spec.in_dtype], problem.gap[1])
+    k = wide[:, :INDEX_DIM]
+    problem.plant(draw, k)
+    norm = norm_of(spec, *draw.affine(INDEX_DIM))
+    slots = draw.slots(
+        n, room, INDEX[spec.index_dtype], outside=problem.outside, edges=problem.edges
     )  # fmt: skip
-    return Recorded(check, {"pool": exact.bits_of(pool.contiguous())})
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """All tokens of the batch, to slots in random order."""
-    source, n = Source(device, seed), sizes.batch * sizes.tokens
-    pages = -(-n // PAGE)
+    draw.identify_by(slots.long(), bits=(wide,))
     return {
-        "cache": torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device),
-        "k": source.normal(n, INDEX_DIM, dtype=DTYPES[spec.in_dtype]),
-        "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
-        "power_of_two": 1, **rotary.sized(spec, n, source),
-        **norm_of(spec, *source.normal(2, INDEX_DIM)),
+        "cache": draw.index_pages(problem.pages, problem.gap[0]), "k": draw.there(k),
+        "slot_mapping": slots, "power_of_two": problem.power_of_two,
+        **rotary.arguments(spec, n, draw), **norm,
     }  # fmt: skip
+
+
+def _awkward(_draw: Draw, k: Tensor) -> None:
+    """Plants zeros, tiny keys, NaN, infinity."""
+    k[2], k[3], k[4, 7], k[5, 100] = 0.0, k[3] * 1e-6, math.nan, -math.inf
+
+
+# eleven keys, free scales and powers of two, into pages side by side and apart; the last into the
+# first slots of pages and the last of all
+SMALL = tuple(
+    Keys(
+        note=("pages side by side", "pages apart")[apart], tokens=11, pages=3, power_of_two=apart,
+        gap=(48 * apart, 64 * apart), outside=(6, 7), edges=(0, 3 * PAGE - 1, PAGE), plant=_awkward,
+    )
+    for apart in (0, 1)
+)  # fmt: skip
+
+
+def recorded(draw: Exact) -> Keys:
+    """57 keys of every awkward kind."""
+    return Keys(tokens=57, pages=4, power_of_two=draw.odd, gap=(16 * draw.odd, 0), outside=(18, 19))
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Keys:
+    """All tokens of the batch, to slots in random order."""
+    n = sizes.batch * sizes.tokens
+    return Keys(tokens=n, pages=-(-n // PAGE), power_of_two=1)
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -125,4 +138,9 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return float(n) * (read + PAGE_BYTES // PAGE) + rotary.moved(spec, n)
 
 
-WORKLOAD = Workload(small, bit_for_bit, recorded, sized, truth, public, moved)
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=lambda _: SMALL, recorded=recorded, sized=sized,
+    results=lambda _, problem: {problem.note: "cache"},
+    rows=lambda _, given: {"pool": exact.bits_of(given["cache"].contiguous())},
+    public=public, moved=moved,
+)  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,15 @@ from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache, layouts
+from snapmla import byte_cache
 from snapmla.testing import rounding
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.workloads import exact, rotary, samples
-from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw, Plant, nothing
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, workload
+from snapmla.testing.workloads.samples import PAGE
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -69,117 +71,129 @@ def _truth_of_bytes(
         place[at] = field[kept]
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Nine tokens into each layout; of 16 bits, into one KV head and three that lie apart, values
-    as they are, NaN and infinity too."""
-    if FORMATS[spec.cache_dtype].rows:
-        yield from _small_rows(spec)
-        return
-    n = 9
-    c_kv, k_rope = (t.to(DTYPES[spec.in_dtype]) for t in samples.sample_tokens(n))
-    c_kv[2], k_rope[2] = 0.0, 1e3  # an all-zero latent with a large RoPE
-    c_kv[3, 7] = math.nan
-    slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
-    slots[5] = -1
-    tokens = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slots, **rotary.small(spec, n)}
-    if FORMATS[spec.cache_dtype].named:
-        yield from _small_bytes(spec, tokens)
-        return
-    for layout in layouts.LAYOUTS:
-        given = samples.planes(samples.poisoned_cache(3, 16, layout)) | tokens
-        yield Call(given, {name: name for name in ("content", "rope", "scale")}, truth(spec, given))
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Problem):
+    """Tokens for the slots of a pool.
+
+    Attributes:
+        tokens, pages, page_size, heads: extents.
+        outside: tokens whose slots are none, as ``Draw.slots`` has them.
+        plant: (draw, c_kv, k_rope), both of all heads.
+        style: of the cache's memory.
+        joint: both are slices of one tensor.
+        power_of_two: scales, of formats of bytes.
+    """
+
+    tokens: int
+    pages: int
+    page_size: int
+    heads: int = 1
+    outside: Sequence[int] = ()
+    plant: Plant = nothing
+    style: int = 0
+    joint: bool = False
+    power_of_two: int = 0
 
 
-def _small_bytes(spec: VariantSpec, tokens: dict[str, Any]) -> Iterator[Call]:
-    """Free scales into pages of 16 tokens, powers of two into pages of 3 that lie apart; groups of
-    magnitudes far from one another, infinity, and a slot past the pool."""
-    tokens["c_kv"][4, 128:256] *= 2.0**-12
-    tokens["c_kv"][6, 300], tokens["slot_mapping"][7] = math.inf, 48
-    record = FORMATS[spec.cache_dtype]
-    tokens["c_kv"] = tokens["c_kv"][:, : record.content.count]
-    if record.rope is None:
-        del tokens["k_rope"]
-    for flag, page_size in enumerate((16, 3)):
-        cache = samples.poisoned_bytes(
-            spec.cache_dtype, 48 // page_size, page_size, strided=bool(flag)
-        )
-        last = {"power_of_two": flag}
-        given = {**samples.planes(cache), **tokens, **last}
-        yield Call(given, {f"rows in pages of {page_size}": "kv"}, truth(spec, given))
-
-
-def _small_rows(spec: VariantSpec) -> Iterator[Call]:
-    n, own = 9, DTYPES[spec.cache_dtype]
-    for heads in (1, 3):
-        tokens = torch.cat(samples.sample_tokens(n * heads), -1).to(DTYPES[spec.in_dtype])
-        tokens[3, 7], tokens[4, 520] = math.nan, math.inf
-        slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
-        slots[5], slots[6] = -1, 48
-        cache = samples.poisoned_rows(3, 16, own, heads, strided=heads > 1)
-        given = {
-            **samples.planes(cache), "c_kv": tokens[:, :KV_LORA_RANK],
-            "k_rope": tokens[:, KV_LORA_RANK:], "slot_mapping": slots,
-        }  # fmt: skip
-        yield Call(given, {f"rows of {heads} heads": "kv"}, truth(spec, given))
-
-
-def recorded(case: Case, run: Runner) -> Recorded:
-    """57 tokens; slots outside of the pool, and outside of any."""
-    spec, n, page_size = case.spec, 57, (16, 64, 128)[case.index % 3]
-    rows_, fp8 = FORMATS[spec.cache_dtype].rows, spec.cache_dtype == "fp8"
-    if not rows_ and not fp8:
-        page_size = (1, 69, 64)[case.index % 3]
-    pages = 128 // page_size + 2
-    heads = 3 if rows_ and case.index % 2 else 1
-    c, r = exact.latents(case, n * heads, spec.in_dtype)
-    order = case.bits().below(1 << 40, (pages * page_size,))
-    slots = np.argsort(order, kind="stable")[:n]
-    slots[18], slots[19] = -1, pages * page_size
-    ends = np.iinfo(exact.WIDTH[spec.index_dtype])
-    slots[20], slots[21] = ends.min, ends.max
-    index = torch.from_numpy(slots.astype(ends.dtype))
-    check = exact.digest([exact.bits_of(c), exact.bits_of(r), slots])
-    if case.index % 2:  # slices of one (n, 576) tensor
-        both = torch.cat([c, r], -1).to(run.device)
-        c, r = both[:, :KV_LORA_RANK], both[:, KV_LORA_RANK:]
-    given: dict[str, Any] = {"c_kv": c.to(run.device), "k_rope": r.to(run.device)}
-    record = FORMATS[spec.cache_dtype]
-    given["c_kv"] = given["c_kv"][:, : record.content.count]
-    if record.rope is None:
-        del given["k_rope"]
-    given["slot_mapping"] = index.to(run.device)
-    cache: dict[str, Tensor]
-    if fp8:
-        cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
-    elif not rows_:
-        pool = exact.bytes_pool(record, pages, page_size, run.device, case.index % 2)
-        cache = {"kv": pool}
-        given["power_of_two"] = case.index % 2
-    else:
-        style = (heads, spec.cache_dtype, run.device, case.index % 3)
-        cache = {"kv": exact.rows_pool(pages, page_size, *style)}
-    run.call(case.variant, **cache, **given, **rotary.recorded(case, n, run))
-    rows = [exact.bits_of(x).reshape(pages * page_size, -1) for x in cache.values()]
-    if fp8:
-        rows = [np.concatenate([x.view(np.uint8) for x in rows], axis=1)]
-    return Recorded(check, {"pool": rows[0]})
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """All tokens of the batch, to slots in random order."""
-    source, n = Source(device, seed), sizes.batch * sizes.tokens
-    pages = -(-n // PAGE)
-    joint = source.normal(n, HEAD_DIM_QK, dtype=DTYPES[spec.in_dtype])
-    record = FORMATS[spec.cache_dtype]
-    last = {"power_of_two": 0} if record.named else {}
-    tokens = {"c_kv": joint[:, : record.content.count]}
+def arguments(spec: VariantSpec, problem: Tokens, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; problems of one draw with as many heads have the same tokens."""
+    n, pages, page_size, heads = problem.tokens, problem.pages, problem.page_size, problem.heads
+    record, index = FORMATS[spec.cache_dtype], INDEX[spec.index_dtype]
+    c_kv, k_rope = draw.once(("tokens", heads), lambda: _tokens(spec, problem, draw))
+    cache = draw.cache(spec.cache_dtype, pages, page_size, heads, problem.style)
+    slots, turning = draw.once(("slots", heads), lambda: (
+        draw.slots(n, pages * page_size, index, outside=problem.outside),
+        rotary.arguments(spec, n, draw),
+    ))  # fmt: skip
+    draw.identify_by(slots.long(), bits=(c_kv, k_rope))
+    given = {**cache, "c_kv": c_kv[:, : record.content.count], "slot_mapping": slots, **turning}
     if record.rope is not None:
-        tokens["k_rope"] = joint[:, KV_LORA_RANK:]
-    return {
-        **source.planes(pages, PAGE, spec.cache_dtype), **tokens,
-        "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
-        **rotary.sized(spec, n, source), **last,
-    }  # fmt: skip
+        given["k_rope"] = k_rope
+    if record.named:
+        given["power_of_two"] = problem.power_of_two
+    return given
+
+
+def _tokens(spec: VariantSpec, problem: Tokens, draw: Draw) -> tuple[Tensor, Tensor]:
+    """c_kv and k_rope of all heads, as wide as MLA's."""
+    c, r = draw.tokens(problem.tokens * problem.heads, DTYPES[spec.in_dtype])
+    problem.plant(draw, c, r)
+    if not problem.joint:
+        return draw.there(c), draw.there(r)
+    both = draw.there(torch.cat([c, r], -1))
+    return both[:, :KV_LORA_RANK], both[:, KV_LORA_RANK:]
+
+
+def _large_rope(_draw: Draw, c: Tensor, r: Tensor) -> None:
+    """Plants an all-zero latent with a large RoPE, and NaN."""
+    c[2], r[2], c[3, 7] = 0.0, 1e3, math.nan
+
+
+def _groups(draw: Draw, c: Tensor, r: Tensor) -> None:
+    """Plants groups of magnitudes far from one another, and infinity, too."""
+    _large_rope(draw, c, r)
+    c[4, 128:256] *= 2.0**-12
+    c[6, 300] = math.inf
+
+
+def _wild(_draw: Draw, c: Tensor, r: Tensor) -> None:
+    """Plants NaN and infinity."""
+    c[3, 7], r[4, 8] = math.nan, math.inf
+
+
+def small(spec: VariantSpec) -> Iterator[Tokens]:
+    """Nine tokens into each layout; of bytes, free scales into pages of 16 tokens and powers of two
+    into pages of 3 that lie apart; of 16 bits, into one KV head and three that lie apart."""
+    made: dict[str, Any] = {"tokens": 9, "pages": 3, "page_size": 16}
+    if FORMATS[spec.cache_dtype].rows:
+        for heads in (1, 3):
+            yield Tokens(
+                **made, heads=heads, style=heads // 3, outside=(5, 6), joint=True, plant=_wild,
+                note=f"rows of {heads} heads",
+            )  # fmt: skip
+    elif FORMATS[spec.cache_dtype].named:
+        for apart, page_size in enumerate((16, 3)):
+            made |= {"pages": 48 // page_size, "page_size": page_size}
+            yield Tokens(
+                **made, style=apart, outside=(5, 7), plant=_groups, power_of_two=apart,
+                note=f"rows in pages of {page_size}",
+            )  # fmt: skip
+    else:
+        for style in range(len(exact.LAYOUTS)):
+            yield Tokens(**made, style=style, outside=(5,), plant=_large_rope)
+
+
+def _results(_spec: VariantSpec, problem: Tokens) -> dict[str, str]:
+    """Planes; of the caches that are one the problem's name."""
+    if problem.note:
+        return {problem.note: "kv"}
+    return {name: name for name in ("content", "rope", "scale")}
+
+
+def recorded(draw: Exact) -> Tokens:
+    """57 tokens; slots outside of the pool, and outside of any."""
+    third, form = draw.case.index % 3, FORMATS[draw.case.spec.cache_dtype]
+    page_size = ((1, 69, 64) if form.named else (16, 64, 128))[third]
+    return Tokens(
+        tokens=57, pages=128 // page_size + 2, page_size=page_size,
+        heads=3 if form.rows and draw.odd else 1, outside=(18, 19, 20, 21),
+        style=draw.odd if form.named else third, joint=bool(draw.odd), power_of_two=draw.odd,
+    )  # fmt: skip
+
+
+def _rows(_spec: VariantSpec, given: Mapping[str, Any]) -> exact.Rows:
+    """Tokens of the pool, of FP8 the bytes of all planes side by side."""
+    planes = [given[name] for name in ("content", "rope", "scale", "kv") if name in given]
+    rows = [exact.bits_of(x).reshape(x.shape[0] * x.shape[1], -1) for x in planes]
+    if len(rows) > 1:
+        rows = [np.concatenate([x.view(np.uint8) for x in rows], axis=1)]
+    return {"pool": rows[0]}
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Tokens:
+    """All tokens of the batch, to slots in random order."""
+    n = sizes.batch * sizes.tokens
+    return Tokens(tokens=n, pages=-(-n // PAGE), page_size=PAGE)
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -201,8 +215,9 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 
 _ROPE = {"rope_style": "interleaved", "index_dtype": "i64"}
-WORKLOAD = Workload(
-    small, bit_for_bit, recorded, sized, truth, public, moved,
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=small, recorded=recorded, sized=sized, results=_results,
+    rows=_rows, public=public, moved=moved,
     bench={
         "append_kv": {
             "": {}, "bf16": {"cache_dtype": "bf16"}, "ds_mla": {"cache_dtype": "fp8_ds_mla"},

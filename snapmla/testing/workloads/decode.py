@@ -33,7 +33,7 @@ from snapmla.testing.workloads.call import (
     planned,
 )
 from snapmla.testing.workloads.exact import Array, Bits, Case, Recorded, Runner
-from snapmla.testing.workloads.samples import LENGTHS, PARTS, SHAPES, Source
+from snapmla.testing.workloads.samples import LENGTHS, PARTS, SHAPES, Random
 
 if TYPE_CHECKING:
     import softgpu
@@ -229,7 +229,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Random bytes, the work dealt evenly; splits are not merged: the decode kernel alone."""
-    source = Source(device, seed)
+    source = Random(device, seed)
     paged, pages = source.paged(sizes, spec.page_size)
     rows = (sizes.batch, sizes.s_q, sizes.heads)
     return {

@@ -16,7 +16,7 @@ from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded, planned
 from snapmla.testing.workloads.exact import LONG, STYLES, Array, Bits, Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
@@ -102,7 +102,7 @@ def _workspace(like: Tensor, slots: int, rows: int, dtype: str) -> dict[str, Ten
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Random rows, the work dealt evenly; splits are not merged: the decode kernel alone."""
-    source = Source(device, seed)
+    source = Random(device, seed)
     paged, pages = source.paged(sizes, spec.page_size)
     shape = (sizes.batch, sizes.s_q, sizes.heads, HEAD_DIM_QK)
     return {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import HEAD_DIM_QK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
@@ -18,9 +18,10 @@ from snapmla.dsa.append_index_k import SCALES
 from snapmla.dsa.prologue import Prologue, prologue
 from snapmla.testing import index_reference, rope
 from snapmla.testing.workloads import append_index_k, append_kv, exact, rotary, samples
-from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw, Plant, nothing
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, workload
 
 CACHE = ("content", "rope", "scale", "kv")
 HEADS, NUM_HEADS = 64, 128  # of DeepSeek-V3.2
@@ -99,149 +100,133 @@ def results(given: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def projections(spec: VariantSpec, n: int, heads: int, num_heads: int) -> dict[str, Tensor]:
-    """Of ``n`` tokens, in rows that have gaps: zeros, NaN, infinity, tiny values among them."""
-    dtype = DTYPES[spec.in_dtype]
-    c_kv, k_rope = (t.to(dtype) for t in samples.sample_tokens(n))
-    joint = torch.randn(n, INDEX_DIM + heads + 8).to(dtype)
-    q = torch.randn(n, heads, INDEX_DIM + 8).to(dtype)[..., 8:]
-    q_rope = torch.randn(n, num_heads, QK_ROPE_HEAD_DIM + 128).to(dtype)[..., 128:]
-    index_k = joint[:, :INDEX_DIM]
-    if n > 8:
-        c_kv[2], k_rope[2] = 0.0, 1e3  # an all-zero latent with a large RoPE
-        c_kv[3, 7] = math.nan
-        index_k[2], index_k[3], index_k[4, 7], index_k[5, 100] = 0.0, 1e-6, math.nan, -math.inf
-        q[1, 3], q[2, 4], q[3, 5, 100], q[5, 6, 9] = 0.0, q[2, 4] * 1e-6, math.nan, math.inf
-        q_rope[6, 1:, 5] = math.nan
-    weights = joint[:, INDEX_DIM : INDEX_DIM + heads].to(DTYPES[spec.weights_dtype])
-    return {
-        "c_kv": c_kv, "k_rope": k_rope, "index_k": index_k, "index_q": q,
-        "index_weights": weights, "q_rope": q_rope,
-    }  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Layer(Problem):
+    """Tokens of a layer's projections.
+
+    Attributes:
+        tokens, heads, num_heads: tokens, heads of index queries and of attention's.
+        pages, page_size, index_pages: of the caches.
+        outside, index_outside: tokens whose slots are none; None: index slots are the others
+            in reverse.
+        power_of_two, kv_power_of_two: scales of keys and of formats of bytes.
+        weight_scale: as the kernel takes it.
+        style, page_gap: of the caches' memory.
+        gap: elements beside keys and index queries.
+        keys_at, weights_at: columns of rows that have both.
+        plant: (draw, c_kv, k_rope, index_k, index_q, q_rope).
+    """
+
+    tokens: int
+    heads: int
+    num_heads: int
+    pages: int
+    page_size: int
+    index_pages: int
+    outside: Sequence[int] = ()
+    index_outside: Sequence[int] | None = ()
+    power_of_two: int
+    kv_power_of_two: int
+    weight_scale: float = 0.011
+    style: int = 0
+    page_gap: int = 0
+    gap: int = 0
+    keys_at: int = 0
+    weights_at: int = INDEX_DIM
+    plant: Plant = nothing
 
 
-def norms(spec: VariantSpec, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Weights of both norms."""
-    weight = (1 + 0.2 * torch.randn(KV_LORA_RANK)).to(DTYPES[spec.in_dtype])
-    return {
-        "kv_norm_weight": weight.to(device), "kv_norm_eps": EPS,
-        "index_norm_weight": (1 + 0.2 * torch.randn(INDEX_DIM)).to(device),
-        "index_norm_bias": (0.3 * torch.randn(INDEX_DIM)).to(device), "index_norm_eps": EPS,
-    }  # fmt: skip
-
-
-def _cache(spec: VariantSpec, page_size: int, flag: int) -> tuple[dict[str, Tensor], int]:
-    """Poisoned pages, in (planes, slots) of them; side by side or apart."""
-    record, pages = FORMATS[spec.cache_dtype], 48 // page_size
-    if record.named:
-        cache = samples.poisoned_bytes(spec.cache_dtype, pages, page_size, strided=bool(flag))
-    elif record.rows:
-        dtype = DTYPES[spec.cache_dtype]
-        cache = samples.poisoned_rows(pages, page_size, dtype, strided=bool(flag))
-    else:
-        cache = samples.poisoned_cache(pages, page_size, ("split", "row640")[flag])
-    return samples.planes(cache), pages * page_size
-
-
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Nine tokens of 32 and 64 index heads, free scales and powers of two: what is no number, what
-    has no slot, the last without angles; no heads of attention's queries, and nine of them."""
-    n = 9
-    for flag, (heads, num_heads) in enumerate(((32, 0), (64, 9))):
-        cache, room = _cache(spec, 16, flag)
-        pool = torch.full((2, PAGE_BYTES + 48 * flag), 0x7F, dtype=torch.uint8)
-        dtype = INDEX[spec.index_dtype]
-        slots, index_slots = torch.randperm(room)[:n], torch.randperm(2 * PAGE)[:n]
-        slots[5], slots[7] = -1, room
-        index_slots[6], index_slots[7] = -1, 2 * PAGE
-        given: dict[str, Any] = {
-            **cache, "index_cache": pool[:, :PAGE_BYTES], **projections(spec, n, heads, num_heads),
-            "slot_mapping": slots.to(dtype), "index_slot_mapping": index_slots.to(dtype),
-            **rotary.small(latents_of(spec), n), **norms(spec), "weight_scale": 0.011,
-            "power_of_two": flag,
-        }  # fmt: skip
-        for name in ("norm_weight", "norm_eps"):
-            del given[name]
-        if FORMATS[spec.cache_dtype].named:
-            given["kv_power_of_two"] = 1 - flag
-        given |= results(given)
-        yield Call(given, {name: name for name in _written(given)}, truth(spec, given))
-
-
-def _written(given: Mapping[str, Any]) -> list[str]:
-    planes = [name for name in CACHE if name in given]
-    return [*planes, "index_cache", "out_q", "out_weights", "out_rope"]
-
-
-def recorded(case: Case, run: Runner) -> Recorded:
-    """21 tokens of 32 index heads and five of attention's."""
-    spec, n, heads, num_heads, room = case.spec, 21, 32, 5, 64
-    c, r = exact.latents(case, n, spec.in_dtype)
-    q, q_rope = exact.latents(case, n * heads, spec.in_dtype)
-    slots = np.argsort(case.bits().below(1 << 40, (room,)), kind="stable")[:n]
-    slots[8], slots[9] = -1, room
-    index = torch.from_numpy(slots.astype(exact.WIDTH[spec.index_dtype]))
-    check = exact.digest([exact.bits_of(c), exact.bits_of(q), slots])
-    record, device = FORMATS[spec.cache_dtype], run.device
-    if record.named:
-        cache = {"kv": exact.bytes_pool(record, 1, room, device, case.index % 2)}
-    elif record.rows:
-        cache = {"kv": exact.rows_pool(1, room, 1, spec.cache_dtype, device, case.index % 3)}
-    else:
-        cache = exact.pool(1, room, exact.LAYOUTS[case.index % 3], device)
-    pool = run.full((1, PAGE_BYTES), 3, torch.uint8)
-    parts = (exact.bell(case.bits(name), (INDEX_DIM,), 0) for name in (".weight", ".bias"))
-    weight, bias = (run.there(part) for part in parts)
-    angles = rotary.recorded(Case(latents_of(spec).name, case.index), n, run)
+def arguments(spec: VariantSpec, problem: Layer, draw: Draw) -> dict[str, Any]:
+    """Arguments by name."""
+    n, dtype, gap = problem.tokens, DTYPES[spec.in_dtype], problem.gap
+    c_kv, k_rope = draw.tokens(n, dtype)
+    rows = draw.keys(n, dtype, problem.heads + gap)
+    turning = rotary.arguments(latents_of(spec), n, draw.of(latents_of(spec)))
+    cache = draw.cache(spec.cache_dtype, problem.pages, problem.page_size, style=problem.style)
+    slots, index_slots = _slots(spec, problem, draw)
+    queries = draw.keys(n * problem.heads, dtype, gap)
+    q_rope = draw.rope_queries(n, problem.num_heads, dtype)
+    weight, bias = draw.affine(INDEX_DIM)
+    index_k = rows[:, problem.keys_at : problem.keys_at + INDEX_DIM]
+    index_q = queries.view(n, problem.heads, -1)[..., gap : gap + INDEX_DIM]
+    problem.plant(draw, c_kv, k_rope, index_k, index_q, q_rope)
+    draw.identify_by(slots.long(), bits=(c_kv, queries))
+    weights = rows[:, problem.weights_at : problem.weights_at + problem.heads]
     given: dict[str, Any] = {
-        **cache, "c_kv": c.to(device), "k_rope": r.to(device), "slot_mapping": index.to(device),
-        "index_cache": pool, "index_k": c[:, 128 : 128 + INDEX_DIM].to(device),
-        "index_slot_mapping": index.flip(0).to(device),
-        "index_q": q[:, :INDEX_DIM].reshape(n, heads, INDEX_DIM).to(device),
-        "index_weights": c[:, :heads].contiguous().to(DTYPES[spec.weights_dtype]).to(device),
-        "q_rope": q_rope.view(n, heads, -1)[:, :num_heads].to(device),
-        "positions": angles["positions"], "cos_sin": angles["cos_sin"],
-        "kv_norm_weight": angles["norm_weight"], "kv_norm_eps": EPS,
+        **cache, "c_kv": draw.there(c_kv), "k_rope": draw.there(k_rope), "slot_mapping": slots,
+        "index_cache": draw.index_pages(problem.index_pages, problem.page_gap),
+        "index_k": draw.there(index_k), "index_slot_mapping": index_slots,
+        "index_q": draw.there(index_q),
+        "index_weights": draw.there(weights, DTYPES[spec.weights_dtype]),
+        "q_rope": draw.there(q_rope),
+        "positions": turning["positions"], "cos_sin": turning["cos_sin"],
+        "kv_norm_weight": turning["norm_weight"], "kv_norm_eps": EPS,
         "index_norm_weight": 1 + 0.2 * weight, "index_norm_bias": 0.3 * bias,
-        "index_norm_eps": EPS, "weight_scale": 0.011, "power_of_two": case.index % 2,
-    }  # fmt: skip
-    if record.named:
-        given["kv_power_of_two"] = case.index % 2
-    given |= results(given)
-    run.call(case.variant, **given)
-    names = ("index_cache", "out_q", "out_weights", "out_rope")
-    return Recorded(check, {
-        name: exact.bits_of(given[name].contiguous()) for name in (*cache, *names)
-    })  # fmt: skip
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """All tokens of the batch, of DeepSeek-V3.2's heads, to slots in random order."""
-    source, n, dtype = Source(device, seed), sizes.batch * sizes.tokens, DTYPES[spec.in_dtype]
-    pages = -(-n // PAGE)
-    latent = source.normal(n, HEAD_DIM_QK, dtype=dtype)
-    key = source.normal(n, INDEX_DIM + HEADS, dtype=dtype)
-    angles = rotary.sized(latents_of(spec), n, source)
-    index = INDEX[spec.index_dtype]
-    given: dict[str, Any] = {
-        **source.planes(pages, PAGE, spec.cache_dtype),
-        "c_kv": latent[:, :KV_LORA_RANK], "k_rope": latent[:, KV_LORA_RANK:],
-        "slot_mapping": source.order(pages * PAGE)[:n].to(index),
-        "index_cache": torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device),
-        "index_k": key[:, :INDEX_DIM],
-        "index_slot_mapping": source.order(pages * PAGE)[:n].to(index),
-        "index_q": source.normal(n, HEADS, INDEX_DIM, dtype=dtype),
-        "index_weights": key[:, INDEX_DIM:].to(DTYPES[spec.weights_dtype]),
-        "q_rope": source.normal(n, NUM_HEADS, 192, dtype=dtype)[..., 128:],
-        "positions": angles["positions"], "cos_sin": angles["cos_sin"],
-        "kv_norm_weight": angles["norm_weight"], "kv_norm_eps": EPS,
-        "index_norm_weight": 1 + 0.2 * source.normal(INDEX_DIM, dtype=torch.float32),
-        "index_norm_bias": 0.3 * source.normal(INDEX_DIM, dtype=torch.float32),
-        "index_norm_eps": EPS, "weight_scale": (INDEX_DIM * HEADS) ** -0.5, "power_of_two": 1,
+        "index_norm_eps": EPS, "weight_scale": problem.weight_scale,
+        "power_of_two": problem.power_of_two,
     }  # fmt: skip
     if FORMATS[spec.cache_dtype].named:
-        given["kv_power_of_two"] = 0
+        given["kv_power_of_two"] = problem.kv_power_of_two
     return given | results(given)
+
+
+def _slots(spec: VariantSpec, problem: Layer, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Slots of tokens in both caches."""
+    n, dtype = problem.tokens, INDEX[spec.index_dtype]
+    room, index_room = problem.pages * problem.page_size, problem.index_pages * PAGE
+    slots = draw.slots(n, room, dtype, outside=problem.outside)
+    if problem.index_outside is None:
+        return slots, slots.flip(0)
+    return slots, draw.slots(n, index_room, dtype, outside=problem.index_outside)
+
+
+def _awkward(
+    _draw: Draw, c_kv: Tensor, k_rope: Tensor, index_k: Tensor, q: Tensor, q_rope: Tensor
+) -> None:
+    """Plants zeros, NaN, infinity and tiny values."""
+    c_kv[2], k_rope[2] = 0.0, 1e3  # an all-zero latent with a large RoPE
+    c_kv[3, 7] = math.nan
+    index_k[2], index_k[3], index_k[4, 7], index_k[5, 100] = 0.0, 1e-6, math.nan, -math.inf
+    q[1, 3], q[2, 4], q[3, 5, 100], q[5, 6, 9] = 0.0, q[2, 4] * 1e-6, math.nan, math.inf
+    q_rope[6, 1:, 5] = math.nan
+
+
+# 32 and 64 index heads, free scales and powers of two: what is no number, what has no slot, the
+# last token without angles; no heads of attention's queries, and nine of them
+SMALL = tuple(
+    Layer(
+        tokens=9, heads=heads, num_heads=num_heads, pages=3, page_size=16, index_pages=2,
+        outside=(5, 7), index_outside=(6, 7), power_of_two=flag, kv_power_of_two=1 - flag,
+        style=2 * flag, page_gap=48 * flag, gap=8, plant=_awkward,
+    )
+    for flag, (heads, num_heads) in enumerate(((32, 0), (64, 9)))
+)  # fmt: skip
+
+
+def _written(spec: VariantSpec) -> tuple[str, ...]:
+    """Names of results."""
+    return (*FORMATS[spec.cache_dtype].parts, "index_cache", "out_q", "out_weights", "out_rope")
+
+
+def recorded(draw: Exact) -> Layer:
+    """21 tokens of 32 index heads and five of attention's; keys and weights are latents' channels,
+    too."""
+    form = FORMATS[draw.case.spec.cache_dtype]
+    return Layer(
+        tokens=21, heads=32, num_heads=5, pages=1, page_size=PAGE, index_pages=1, outside=(8, 9),
+        index_outside=None, power_of_two=draw.odd, kv_power_of_two=draw.odd,
+        style=draw.odd if form.named else draw.case.index % 3, keys_at=INDEX_DIM, weights_at=0,
+    )  # fmt: skip
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Layer:
+    """All tokens of the batch, of DeepSeek-V3.2's heads, to slots in random order."""
+    n = sizes.batch * sizes.tokens
+    return Layer(
+        tokens=n, heads=HEADS, num_heads=NUM_HEADS, pages=-(-n // PAGE), page_size=PAGE,
+        index_pages=-(-n // PAGE), power_of_two=1, kv_power_of_two=0,
+        weight_scale=(INDEX_DIM * HEADS) ** -0.5,
+    )  # fmt: skip
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -276,6 +261,11 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return float(n) * (read + written + rope_bytes) + rotary.moved(latents_of(spec), n)
 
 
-WORKLOAD = Workload(
-    small, bit_for_bit, recorded, sized, truth, public, moved,
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=lambda _: SMALL, recorded=recorded, sized=sized,
+    results=lambda spec, _: {name: name for name in _written(spec)},
+    rows=lambda spec, given: {
+        name: exact.bits_of(given[name].contiguous()) for name in _written(spec)
+    },
+    public=public, moved=moved,
 )  # fmt: skip

@@ -22,15 +22,19 @@ from torch import Tensor
 
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.index_cache import PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
+from snapmla.testing.workloads.draw import Draw
 
 Array = NDArray[Any]
 Rows = dict[str, Array]  # name -> (rows, ...) results
 
 TORCH = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 WIDTH: dict[str, Any] = {"i32": np.dtype(np.int32), "i64": np.dtype(np.int64)}
+NAMES = {dtype: name for name, dtype in TORCH.items()}
 LAYOUTS = ("split", "paged", "row640")
 LONG = 12  # from this index on: a sequence split unevenly, long enough to reuse every stage
 STYLES = ("plain", "sharp", "outlier", "awkward")  # of decodes
@@ -130,17 +134,25 @@ def digest(arrays: Sequence[Array]) -> NDArray[np.uint8]:
     return np.frombuffer(h.digest(), np.uint8)
 
 
+def rows_of(out: Tensor, lse: Tensor) -> Rows:
+    """Results that are rows of 512 and LSE."""
+    return {"out": bits_of(out).reshape(-1, KV_LORA_RANK), "lse": bits_of(lse).reshape(-1, 1)}
+
+
 def results(inputs: Sequence[Array], out: Tensor, lse: Tensor) -> Recorded:
-    """Of a case whose results are rows of 512 and LSE."""
-    rows = {"out": bits_of(out).reshape(-1, KV_LORA_RANK), "lse": bits_of(lse).reshape(-1, 1)}
-    return Recorded(digest(inputs), rows)
+    """Record of a case whose results are rows of 512 and LSE."""
+    return Recorded(digest(inputs), rows_of(out, lse))
+
+
+def hashes_of(found: Sequence[Sequence[Tensor]], name: str) -> Rows:
+    """A row, of one hash, for the tables of each of several problems."""
+    words = (np.concatenate([bits_of(x).reshape(-1) for x in tables]) for tables in found)
+    return {name: np.array([hash_rows(x[None])[0] for x in words])[:, None]}
 
 
 def of_problems(seen: Sequence[Array], found: Sequence[Sequence[Tensor]], name: str) -> Recorded:
-    """Of a case of several problems: a row, of one hash, for the tables of each."""
-    words = (np.concatenate([bits_of(x).reshape(-1) for x in tables]) for tables in found)
-    hashes = np.array([hash_rows(x[None])[0] for x in words])
-    return Recorded(digest(seen), {name: hashes[:, None]})
+    """Record of a case of several problems, by ``hashes_of``."""
+    return Recorded(digest(seen), hashes_of(found, name))
 
 
 # ---------------------------------------------------------------------------- numbers
@@ -218,6 +230,111 @@ def latents(case: Case, rows: int, in_dtype: str) -> tuple[Tensor, Tensor]:
     c[16], c[16, 9] = 0, np.float32(448 * 2.0**-80)
     dtype = TORCH[in_dtype]
     return as_tensor(c, dtype, "cpu"), as_tensor(r, dtype, "cpu")
+
+
+class Exact(Draw):
+    """Numbers of a recorded case, some of which are awkward.
+
+    Attributes:
+        case: whose name every stream of bits has.
+        inputs: digest of what ``identify_by`` was given.
+    """
+
+    fill = 3.0
+    angles = 40
+    byte = 3
+
+    def __init__(self, case: Case, device: str) -> None:
+        super().__init__(device)
+        self.case = case
+        self.inputs = digest([])
+        self._streams: dict[str, Bits] = {}
+
+    @property
+    def odd(self) -> int:
+        """1 for every other index of a case."""
+        return self.case.index % 2
+
+    def bits(self, name: str = "") -> Bits:
+        """The stream of that name, behind what was drawn of it before."""
+        return self._streams.setdefault(name, self.case.bits(name))
+
+    def below(self, bound: int, n: int) -> Tensor:
+        return torch.from_numpy(self.bits().below(bound, (n,)))
+
+    def rows(self, *shape: int) -> Tensor:
+        return torch.from_numpy(bell(self.bits(), shape, 2))
+
+    def lses(self, *shape: int) -> Tensor:
+        sizes = self.bits().below(9, shape) - 2
+        return torch.from_numpy(bell(self.bits(), shape, sizes))
+
+    def joint(self, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.cat(self.tokens(n, dtype), -1)
+
+    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return latents(self.case, n, NAMES[dtype])
+
+    def keys(self, n: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+        return self.tokens(n, dtype)[0]
+
+    def rope_queries(self, n: int, heads: int, dtype: torch.dtype) -> Tensor:
+        """Some of the first rows of 32 heads."""
+        return self.tokens(n * 32, dtype)[1].view(n, 32, -1)[:, :heads]
+
+    def affine(self, width: int) -> tuple[Tensor, Tensor]:
+        weight, bias = (bell(self.bits(name), (width,), 0) for name in (".weight", ".bias"))
+        return self.there(torch.from_numpy(weight)), self.there(torch.from_numpy(bias))
+
+    def order(self, n: int) -> Tensor:
+        drawn = self.bits().below(1 << 40, (n,))
+        return torch.from_numpy(np.argsort(drawn, kind="stable"))
+
+    def cos_sin(self, dtype: torch.dtype) -> Tensor:
+        """Numbers of [-1, 1], which stand for cosines and sines."""
+        drawn = self.bits(".rope").below(1 << 24, (self.angles, QK_ROPE_HEAD_DIM))
+        return as_tensor((drawn * 2.0**-23 - 1).astype(np.float32), dtype, self.device)
+
+    def positions(self, n: int, dtype: torch.dtype) -> Tensor:
+        ends = torch.iinfo(dtype)
+        found = self.bits(".rope").below(self.angles, (n,))
+        outside = (-1, self.angles, ends.min, ends.max)[: n // 2]
+        found[: len(outside)] = outside
+        return torch.from_numpy(found).to(dtype).to(self.device)
+
+    def gain(self, width: int, dtype: torch.dtype) -> Tensor:
+        drawn = self.bits(".rope").below(1 << 16, (width,)) * 2.0**-15
+        return as_tensor(drawn.astype(np.float32), dtype, self.device)
+
+    def cache(
+        self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
+    ) -> dict[str, Tensor]:
+        form = FORMATS[cache_dtype]
+        if form.rows:
+            return {"kv": rows_pool(pages, page_size, heads, cache_dtype, self.device, style)}
+        if form.named:
+            return {"kv": bytes_pool(form, pages, page_size, self.device, style)}
+        return pool(pages, page_size, LAYOUTS[style], self.device)
+
+    def key_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """Any bytes and scales."""
+        raw = self.bits().below(256, (pages, PAGE_BYTES + gap)).astype(np.uint8)
+        raw[:, SCALES_AT:PAGE_BYTES] = scales(self.bits(), (pages, PAGE), -3).view(np.uint8)
+        return torch.from_numpy(raw)
+
+    def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return super().there(x, dtype).to(self.device)  # rounded on the CPU, NaN too
+
+    def lse_units(self) -> dict[str, float]:
+        factor, empty = LSE[self.odd]
+        return {"lse_factor": factor, "empty_lse": empty}
+
+    def of(self, spec: VariantSpec) -> Exact:
+        """Draw of the case of that variant with the same index."""
+        return Exact(Case(spec.name, self.case.index), self.device)
+
+    def identify_by(self, *values: Tensor, bits: Sequence[Tensor] = ()) -> None:
+        self.inputs = digest([*map(bits_of, bits), *(x.cpu().numpy() for x in values)])
 
 
 # ---------------------------------------------------------------------------- caches

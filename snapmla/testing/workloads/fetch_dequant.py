@@ -19,7 +19,7 @@ from snapmla.testing import fetched
 from snapmla.testing.workloads import exact, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
 from snapmla.testing.workloads.exact import Bits, Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.samples import PAGE, Random
 
 UNTOUCHED = 7.0  # in results before a small call
 STARTS, UNEVEN = 37, 5  # of packed chunks: first token, and how far lengths are from their mean
@@ -190,7 +190,7 @@ def _recorded_selector(
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """All tokens of sequences whose pages lie in random order; packed chunks begin in mid-page and
     are uneven: one is longer, the next shorter by as much."""
-    source, b, each = Source(device, seed), sizes.batch, sizes.tokens
+    source, b, each = Random(device, seed), sizes.batch, sizes.tokens
     start, uneven = (STARTS, min(UNEVEN, each)) if spec.mode == "ragged" else (0, 0)
     counts = [each + (uneven if i % 2 else -uneven) * (i < b // 2 * 2) for i in range(b)]
     width = -(-(start + each + uneven) // PAGE)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla.dsa.fetch import fetch_index_k
 from snapmla.testing import index_tables
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, workload
 
 UNTOUCHED = 7
 
@@ -57,72 +59,100 @@ def results(spec: VariantSpec, rows: int, device: str, gap: int = 0) -> dict[str
     return {"keys": keys[:, :INDEX_DIM], "scales": scales}
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """All codes, NaN among them, scales of any size; pages apart; what is no token; chunks."""
-    pages = 5
-    pool = torch.randint(256, (pages, PAGE_BYTES + 48), dtype=torch.uint8)[:, :PAGE_BYTES]
-    scales = torch.randn(pages, PAGE).exp() * 0.1
-    scales[1, 3] = torch.nan
-    pool[:, SCALES_AT:] = scales.view(torch.uint8)
+Told = tuple[dict[str, Tensor], int]  # arguments that say which keys, rows of the result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored(Problem):
+    """Keys of an index cache.
+
+    Attributes:
+        pages: of the cache.
+        told: (spec, draw) -> which keys are fetched, drawn once.
+        page_gap, gap: bytes behind pages, elements behind rows of the result.
+        from_start: packed chunks begin with their sequences.
+    """
+
+    pages: int
+    told: Callable[[VariantSpec, Any], Told]
+    page_gap: int = 0
+    gap: int = 0
+    from_start: bool = False
+
+
+def arguments(spec: VariantSpec, problem: Stored, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; problems of one draw fetch the same keys."""
+    pages = draw.once("pages", lambda: draw.key_pages(problem.pages, problem.page_gap))
+    told, rows = draw.once("told", lambda: problem.told(spec, draw))
+    draw.identify_by(pages, *told.values())
+    given = {"cache": draw.there(pages)[:, :PAGE_BYTES], **told}
+    if problem.from_start:
+        given["seq_starts"] = told["seq_starts"][:0]
+    return given | results(spec, rows, draw.device, problem.gap)
+
+
+def _chunks(draw: Draw, table: Any, begins: Any, starts: Any) -> dict[str, Tensor]:
+    """Packed chunks."""
+    named = {"block_table": table, "cu_seqlens": begins, "seq_starts": starts}
+    return {name: draw.i32(values) for name, values in named.items()}
+
+
+def _few(spec: VariantSpec, draw: Draw) -> Told:
+    """Slots of the pool and what is no token; chunks from mid-page, of no page, of no row."""
+    if spec.mode == "ragged":
+        table = [[4, 2], [-1, 9], [0, 1], [3, 3]]
+        return _chunks(draw, table, [0, 70, 73, 73, 90], [3, 63, 0, 120]), 95
+    slots = draw.slots(21, PAGES * PAGE, torch.int64, outside=(4, 9))
+    slots[13] = PAGE + 3
+    if spec.index_dtype == "i64":
+        slots[11] = slots[0] + 2**32
+    return {"indices": slots.to(INDEX[spec.index_dtype])}, 21
+
+
+def _any(spec: VariantSpec, draw: Exact) -> Told:
+    """Slots and pages, of which some are not in the pool."""
+    bits, pages = draw.bits(), PAGES + 1
     if spec.mode == "indices":
-        slots = torch.randperm(pages * PAGE)[:21]
-        slots[4], slots[9], slots[13] = -1, pages * PAGE, PAGE + 3
-        if spec.index_dtype == "i64":
-            slots[11] = slots[0] + 2**32
-        told = {"indices": slots.to(INDEX[spec.index_dtype])}
-        rows = len(slots)
-    else:
-        table = torch.tensor([[4, 2], [-1, 9], [0, 1], [3, 3]], dtype=torch.int32)
-        begins = torch.tensor([0, 70, 73, 73, 90], dtype=torch.int32)
-        starts = torch.tensor([3, 63, 0, 120], dtype=torch.int32)
-        told, rows = {"block_table": table, "cu_seqlens": begins, "seq_starts": starts}, 95
-    for gap in (0, 16):
-        if gap and spec.mode == "ragged":
-            told["seq_starts"] = told["seq_starts"][:0]
-        given = {"cache": pool, **told, **results(spec, rows, "cpu", gap)}
-        names = {f"{x} with gaps of {gap}": x for x in ("keys", "scales")}
-        yield Call(given, names, truth(spec, given))
+        index = torch.from_numpy(bits.below(pages * PAGE + 20, (99,)) - 10)
+        return {"indices": draw.there(index, INDEX[spec.index_dtype])}, 99
+    table = bits.below(pages + 2, (7, 3)) - 1
+    begins = [0, *bits.below(40, (7,)).cumsum().tolist()]
+    return _chunks(draw, table, begins, bits.below(180, (7,))), begins[-1] + 5
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Any bytes and scales."""
-    spec, bits, pages = case.spec, case.bits(), 6
-    raw = bits.below(256, (pages, PAGE_BYTES + 16 * (case.index % 2))).astype(np.uint8)
-    factors = exact.scales(bits, (pages, PAGE), -3)
-    raw[:, SCALES_AT:PAGE_BYTES] = factors.view(np.uint8)
-    told: dict[str, Tensor] = {}
-    if spec.mode == "indices":
-        index = (bits.below(pages * PAGE + 20, (99,)) - 10).astype(exact.WIDTH[spec.index_dtype])
-        told, seen, rows = {"indices": run.there(index)}, [raw, index], 99
-    else:
-        table = (bits.below(pages + 2, (7, 3)) - 1).astype(np.int32)
-        begins = np.concatenate([[0], np.cumsum(bits.below(40, (7,)))]).astype(np.int32)
-        starts = bits.below(180, (7,)).astype(np.int32)
-        told = {"block_table": run.there(table), "cu_seqlens": run.there(begins)}
-        told["seq_starts"] = run.there(starts)
-        seen, rows = [raw, table, begins, starts], int(begins[-1]) + 5
-    made = results(spec, rows, run.device, 16 * (case.index % 2))
-    cache = run.there(raw)[:, :PAGE_BYTES]
-    run.call(case.variant, cache=cache, **told, **made)
-    found = [made["keys"].contiguous(), made["scales"]]
-    return exact.of_problems(seen, [found], "keys")
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def _all(spec: VariantSpec, draw: Draw, *, sizes: Sizes) -> Told:
     """All tokens of the batch, from pages in random order."""
-    source, n = Source(device, seed), sizes.batch * sizes.tokens
-    width = -(-sizes.tokens // PAGE)
-    pages = sizes.batch * width
-    cache = torch.zeros(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
-    made = results(spec, n, device)
+    n, width = sizes.batch * sizes.tokens, -(-sizes.tokens // PAGE)
     if spec.mode == "indices":
-        index = source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype])
-        return {"cache": cache, "indices": index, **made}
-    return {
-        "cache": cache, "block_table": source.order(pages).view(sizes.batch, width).int(),
-        "cu_seqlens": source.i32(range(0, n + 1, sizes.tokens)),
-        "seq_starts": torch.empty(0, dtype=torch.int32, device=device), **made,
-    }  # fmt: skip
+        slots = draw.slots(n, sizes.batch * width * PAGE, INDEX[spec.index_dtype])
+        return {"indices": slots}, n
+    table = draw.page_ids(sizes.batch, width)
+    begins = draw.i32(range(0, n + 1, sizes.tokens))
+    return {"block_table": table, "cu_seqlens": begins, "seq_starts": draw.i32([])}, n
+
+
+PAGES = 5  # of small calls
+SMALL = (
+    Stored(note="gaps of 0", pages=PAGES, told=_few, page_gap=48),
+    Stored(note="gaps of 16", pages=PAGES, told=_few, page_gap=48, gap=16, from_start=True),
+)
+
+
+def small(spec: VariantSpec) -> Iterator[Stored]:
+    """Rows side by side and apart; of chunks, the latter from their sequences' start."""
+    for problem in SMALL:
+        yield replace(problem, from_start=problem.from_start and spec.mode == "ragged")
+
+
+def recorded(draw: Exact) -> Stored:
+    """Any bytes and scales."""
+    return Stored(pages=PAGES + 1, told=_any, page_gap=16 * draw.odd, gap=16 * draw.odd)
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Stored:
+    """All tokens of the batch."""
+    pages = sizes.batch * -(-sizes.tokens // PAGE)
+    return Stored(pages=pages, told=functools.partial(_all, sizes=sizes))
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -142,4 +172,9 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return float(sizes.batch * sizes.tokens) * (own + written)
 
 
-WORKLOAD = Workload(small, bit_for_bit, recorded, sized, truth, public, moved)
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=small, recorded=recorded, sized=sized,
+    results=lambda _, problem: {f"{x} with {problem.note}": x for x in ("keys", "scales")},
+    rows=lambda _, given: exact.hashes_of([[given["keys"].contiguous(), given["scales"]]], "keys"),
+    public=public, moved=moved,
+)  # fmt: skip

@@ -17,7 +17,7 @@ from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 SLACK = 1e-6  # of sum_h |w| |relu| scale: roundings of a sum over 64 heads
 UNTOUCHED = -7.5
@@ -179,7 +179,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Full pages in random order."""
-    source, rows = Source(device, seed), sizes.batch * sizes.s_q
+    source, rows = Random(device, seed), sizes.batch * sizes.s_q
     width = -(-sizes.tokens // PAGE)
     pages = sizes.batch * width
     cache = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)

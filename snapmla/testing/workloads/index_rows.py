@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.index_tables import rows_tables
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.call import Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, workload
+from snapmla.testing.workloads.samples import PAGE
 
 RESULTS = {"lengths": "lengths", "tables": "tables"}
 
@@ -32,62 +34,78 @@ def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"lengths": lengths.to(device), "tables": tables[:, :columns].to(device)}
 
 
-def arguments(
-    cache_seqlens: Tensor, table: Tensor, rows: int, *, begins: Tensor | None = None, s_q: int = 1,
-    most: int | None = None, columns: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """A kernel's arguments by name; results full of -7.  ``begins``: of ragged queries."""
-    made: dict[str, Any] = {"dtype": torch.int32, "device": table.device}
-    shape = (0, 0) if columns is None else (rows, columns)
+@dataclass(frozen=True, kw_only=True)
+class Table(Problem):
+    """Sequences and the rows that they are made into.
+
+    Attributes:
+        lengths: cached tokens of each sequence.
+        width: pages of the block table.
+        rows: query tokens, those of no sequence among them.
+        begins: of ragged queries, the first row of each sequence, and the end.
+        s_q: query tokens of each sequence if they are not ragged.
+        most: tokens that a row may see; None: those of the table's pages.
+        columns: of the table that is written; None: none is.
+        ids: of pages, random and below it; 0: each occurs once.
+    """
+
+    lengths: Sequence[int]
+    width: int
+    rows: int
+    begins: Sequence[int] = ()
+    s_q: int = 1
+    most: int | None = None
+    columns: int | None = None
+    ids: int = 0
+
+
+def arguments(_spec: VariantSpec, problem: Table, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; results full of -7."""
+    begins, lengths = draw.i32(problem.begins), draw.i32(problem.lengths)
+    table = draw.page_ids(len(lengths), problem.width, problem.ids)
+    draw.identify_by(begins, lengths, table)
+    shape = (0, 0) if problem.columns is None else (problem.rows, problem.columns)
+    made: dict[str, Any] = {"value": -7, "dtype": torch.int32}
     return {
-        "cache_seqlens": cache_seqlens,
-        "cu_seqlens_q": torch.empty(0, **made) if begins is None else begins,
-        "block_table": table, "lengths": torch.full((rows,), -7, **made),
-        "tables": torch.full(shape, -7, **made), "s_q": s_q,
-        "most": table.shape[1] * PAGE if most is None else most,
+        "cache_seqlens": lengths, "cu_seqlens_q": begins, "block_table": table,
+        "lengths": draw.full(problem.rows, **made), "tables": draw.full(*shape, **made),
+        "s_q": problem.s_q,
+        "most": problem.width * PAGE if problem.most is None else problem.most,
     }  # fmt: skip
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Drafts; ragged prompts with sequences of no query token, rows of no sequence, lengths below
-    the query tokens and beyond the table; more sequences than a search's first round."""
-    lengths = torch.tensor([5, 0, 700, 130, -3], dtype=torch.int32)
-    table = torch.arange(5 * 9, dtype=torch.int32).view(5, 9)
-    begins = torch.tensor([0, 3, 3, 10, 11, 30], dtype=torch.int32)
-    many = torch.arange(90, dtype=torch.int32) * 7
-    edges = torch.arange(91, dtype=torch.int32) // 2 * 3
-    cases = (
-        ("drafts", arguments(lengths, table, 15, s_q=3)),
-        ("ragged", arguments(lengths, table, 37, begins=begins, columns=7, most=400)),
-        ("many", arguments(many, torch.randint(99, (90, 40)).int(), 140, begins=edges, columns=40)),
-    )
-    for note, given in cases:
-        yield Call(given, RESULTS, truth(spec, given), note=note)
+# drafts; ragged prompts with sequences of no query token, rows of no sequence, lengths below the
+# query tokens and beyond the table; more sequences than a search's first round
+_FEW = (5, 0, 700, 130, -3)
+SMALL = (
+    Table(note="drafts", lengths=_FEW, width=9, rows=15, s_q=3),
+    Table(
+        note="ragged", lengths=_FEW, width=9, rows=37, begins=(0, 3, 3, 10, 11, 30), columns=7,
+        most=400,
+    ),
+    Table(
+        note="many", lengths=range(0, 90 * 7, 7), width=40, rows=140, columns=40, ids=99,
+        begins=[i // 2 * 3 for i in range(91)],
+    ),
+)  # fmt: skip
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
+def recorded(draw: Exact) -> Table:
     """Ragged queries of 20 sequences."""
-    bits, b, width = case.bits(), 20, 11
-    each = bits.below(9, (b,))
-    begins = np.concatenate([[0], np.cumsum(each)]).astype(np.int32)
-    lengths = bits.below(800, (b,)).astype(np.int32)
-    table = bits.below(1 << 20, (b, width)).astype(np.int32)
-    given = arguments(
-        run.there(lengths), run.there(table), int(begins[-1]) + 3, begins=run.there(begins),
-        columns=width,
+    begins = [0, *draw.below(9, 20).cumsum(0).tolist()]
+    lengths = draw.below(800, 20).tolist()
+    return Table(
+        lengths=lengths, width=11, rows=begins[-1] + 3, begins=begins, columns=11, ids=1 << 20
     )  # fmt: skip
-    run.call(case.variant, **given)
-    return exact.of_problems([begins, lengths, table], [[given[x] for x in RESULTS]], "rows")
 
 
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def sized(_spec: VariantSpec, sizes: Sizes) -> Table:
     """A prompt's chunk of each sequence, with tables."""
-    source, rows = Source(device, seed), sizes.batch * sizes.s_q
-    table, _ = source.paged(sizes, PAGE)
-    lengths = source.full(sizes.batch, value=sizes.tokens, dtype=torch.int32)
-    begins = source.i32(range(0, rows + 1, sizes.s_q))
-    width = table["block_table"].shape[1]
-    return arguments(lengths, table["block_table"], rows, begins=begins, columns=width)
+    rows, width = sizes.batch * sizes.s_q, -(-sizes.tokens // PAGE)
+    return Table(
+        lengths=[sizes.tokens] * sizes.batch, width=width, rows=rows, columns=width,
+        begins=range(0, rows + 1, sizes.s_q),
+    )  # fmt: skip
 
 
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
@@ -95,4 +113,9 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return 4.0 * sizes.batch * sizes.s_q * (1 + 2 * -(-sizes.tokens // PAGE))
 
 
-WORKLOAD = Workload(small, bit_for_bit, recorded, sized, truth, None, moved)
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=lambda _: SMALL, recorded=recorded, sized=sized,
+    results=lambda *_: RESULTS,
+    rows=lambda _, given: exact.hashes_of([[given[name] for name in RESULTS]], "rows"),
+    moved=moved,
+)  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +15,11 @@ from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics, partials
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Result, Sizes, Workload
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes
+from snapmla.testing.workloads.draw import Draw, Plant
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, named, workload
+from snapmla.testing.workloads.samples import PAGE, split_evenly
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -40,22 +42,78 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"out": out, "lse": lse}
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Few slots and none; so many that warps share a strip of a unit, in CTAs of a strip each or of
-    two."""
-    for s_q, heads, split_begin in ((2, 5, (0, 3, 3, 12, 40)), (1, 2, (0, 17, 92))):
-        b, slots = len(split_begin) - 1, split_begin[-1] + 1
-        rows, lse_accum = torch.randn(slots, 16, KV_LORA_RANK), 4.0 * torch.randn(slots, 16)
-        lse_accum[3:12, 4] = -math.inf  # a row that no split saw, or not all
-        rows[3:12, 4] = 0.0
-        given = {
-            "o_accum": partials.encode(rows), "lse_accum": lse_accum,
-            "split_begin": torch.tensor(split_begin).int(),
-            "units": torch.zeros((0, 2), dtype=torch.int32),  # a unit is a sequence
-            "out": torch.full((b, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype]),
-            "lse": torch.full((b, heads, s_q), 7.0), **NATURAL,
-        }  # fmt: skip
-        yield Call(given, {"out": "out", "lse": "lse"}, truth(spec, given))
+@dataclass(frozen=True, kw_only=True)
+class Slots(Problem):
+    """Sequences whose slots lie side by side.
+
+    Attributes:
+        begin: each sequence's first slot, and the end.
+        s_q, heads: query tokens of a sequence, and their heads.
+        room: slots that there is memory for.
+        rows: of a slot, padding among them.
+        plant: (draw, rows (room, rows, 512), LSE (room, rows)).
+    """
+
+    begin: Sequence[int]
+    s_q: int
+    heads: int
+    room: int
+    rows: int
+    plant: Plant
+
+
+def arguments(spec: VariantSpec, problem: Slots, draw: Draw) -> dict[str, Any]:
+    """Arguments by name."""
+    o = draw.rows(problem.room, problem.rows, KV_LORA_RANK)
+    lse = draw.lses(problem.room, problem.rows)
+    problem.plant(draw, o, lse)
+    begin = draw.i32(problem.begin)
+    draw.identify_by(o, lse, begin)
+    shape = len(begin) - 1, problem.s_q, problem.heads
+    return {
+        "o_accum": draw.there(partials.encode(o)), "lse_accum": draw.there(lse),
+        "split_begin": begin, **draw.alone("units"),  # a unit is a sequence
+        **draw.results(*shape, DTYPES[spec.out_dtype]), **draw.lse_units(),
+    }  # fmt: skip
+
+
+def _unseen(_draw: Draw, o: Tensor, lse: Tensor) -> None:
+    """Plants a row that no split saw, or not all."""
+    lse[3:12, 4], o[3:12, 4] = -math.inf, 0.0
+
+
+def _awkward(draw: Exact, o: Tensor, lse: Tensor) -> None:
+    """Plants rows that no split saw, NaN, infinities and equal weights."""
+    hit = draw.below(12, lse.numel()).view_as(lse) == 0
+    lse[hit], o[hit] = -math.inf, 0.0
+    lse[:, 1], o[:, 1] = -math.inf, 0.0
+    lse[2, 3], lse[4, 4], lse[9, 5] = math.nan, math.inf, -math.inf
+    o[5, 6, 7], o[6, 2, 3] = math.nan, math.inf
+    lse[:, 0] = 3.25  # equal weights
+
+
+def _level(_draw: Draw, _o: Tensor, lse: Tensor) -> None:
+    """Plants one LSE."""
+    lse.zero_()
+
+
+# few slots and none; so many that warps share a strip of a unit, in CTAs of a strip each or of two
+SMALL = (
+    Slots(begin=(0, 3, 3, 12, 40), s_q=2, heads=5, room=41, rows=16, plant=_unseen),
+    Slots(begin=(0, 17, 92), s_q=1, heads=2, room=93, rows=16, plant=_unseen),
+)
+_BEGIN = (0, 0, 1, 3, 8, 41, 44)  # 0 to 33 slots a sequence
+RECORDED = (
+    Slots(begin=_BEGIN, s_q=2, heads=7, room=44, rows=16, plant=_awkward),
+    Slots(begin=_BEGIN, s_q=1, heads=23, room=44, rows=32, plant=_awkward),
+)
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Slots:
+    """Sequences that are dealt to all parts evenly."""
+    rows = sizes.heads * sizes.s_q
+    *_, begin, room = split_evenly(sizes.batch, rows, -(-sizes.tokens // PAGE), sizes.parts)
+    return Slots(begin=begin, s_q=sizes.s_q, heads=sizes.heads, room=room, rows=rows, plant=_level)
 
 
 def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
@@ -70,38 +128,8 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
     )
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """0 to 33 slots a sequence; rows that no split saw, NaN, infinities, equal weights."""
-    b, s_q, heads, rows_pad = ((6, 2, 7, 16), (6, 1, 23, 32))[case.index % 2]
-    counts = np.array([0, 1, 2, 5, 33, 3])
-    begin = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    slots, bits = int(begin[-1]), case.bits()
-    o = exact.bell(bits, (slots, rows_pad, KV_LORA_RANK), 2)
-    lse = exact.bell(bits, (slots, rows_pad), bits.below(9, (slots, rows_pad)) - 2)
-    hit = bits.below(12, lse.shape)
-    lse[hit == 0], o[hit == 0] = -np.inf, 0
-    lse[:, 1], o[:, 1] = -np.inf, 0
-    lse[2, 3], lse[4, 4], lse[9, 5] = np.nan, np.inf, -np.inf
-    o[5, 6, 7], o[6, 2, 3] = np.nan, np.inf
-    lse[:, 0] = np.float32(3.25)  # equal weights
-    out = run.full((b, s_q, heads, KV_LORA_RANK), 3.0, DTYPES[case.spec.out_dtype])
-    lse_out = run.full((b, heads, s_q), 3.0)
-    factor, empty = exact.LSE[case.index % 2]
-    run.call(
-        case.variant, o_accum=partials.encode(torch.from_numpy(o)).to(run.device),
-        lse_accum=run.there(lse), split_begin=run.there(begin), **run.alone("units"), out=out,
-        lse=lse_out, lse_factor=factor, empty_lse=empty,
-    )  # fmt: skip
-    return exact.results([o, lse, begin], out, lse_out)
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """Partial results of sequences that are dealt to all parts evenly."""
-    source = Source(device, seed)
-    work, slots = source.split_work(sizes, PAGE)
-    given = source.partial_rows(slots, sizes.heads * sizes.s_q, "bf16")
-    given |= {"split_begin": work["split_begin"], **source.alone("units")}
-    return {**given, **source.results(sizes, spec.out_dtype), **NATURAL}
-
-
-WORKLOAD = Workload(small, judge, recorded, sized, truth)
+WORKLOAD = workload(
+    judge, truth, arguments, small=lambda _: SMALL, recorded=lambda draw: RECORDED[draw.odd],
+    sized=sized, results=named("out", "lse"),
+    rows=lambda _, given: exact.rows_of(given["out"], given["lse"]),
+)  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +17,10 @@ from snapmla.merge import MAX_LIST
 from snapmla.testing import metrics, reference
 from snapmla.testing.comparison import MIMIC_FACTOR
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, LN2, Call, Result, Sizes, Workload
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.call import DTYPES, LN2, Call, Result, Sizes
+from snapmla.testing.workloads.draw import Draw, Plant, nothing
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, named, workload
 
 
 def _parts(spec: VariantSpec, outs: Tensor, lses: Tensor) -> dict[str, Any]:
@@ -48,20 +49,87 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"out": out, "lse": lse}
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Over a part where the dtype allows it, and over its LSE; then a merge of what that left."""
-    n, b, s_q, heads = {"pair": 2, "list": 5, "stack": 11}[spec.mode], 2, 3, 5
-    rows = torch.randn(n, b, s_q, heads, spec.d_v + 8).to(DTYPES[spec.in_dtype])
-    outs, lses = rows[..., : spec.d_v], 4.0 * torch.randn(n, b, s_q, heads).mT
+@dataclass(frozen=True, kw_only=True)
+class Parts(Problem):
+    """Parts of the same rows.
+
+    Attributes:
+        parts, batch, s_q, heads: extents.
+        plant: (draw, outs (parts, batch, s_q, heads, d_v), LSE (parts, batch, heads, s_q)).
+        apart: rows have gaps, and LSE of a token's heads lie side by side.
+        in_place: results lie over a part where the dtype allows it, and over its LSE.
+    """
+
+    parts: int
+    batch: int
+    s_q: int
+    heads: int
+    plant: Plant = nothing
+    apart: bool = False
+    in_place: bool = False
+
+
+def arguments(spec: VariantSpec, problem: Parts, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; problems of one draw merge the same parts."""
+    outs, lses = draw.once("parts", lambda: _drawn(spec, problem, draw))
+    shape = problem.batch, problem.s_q, problem.heads
+    results = draw.results(*shape, DTYPES[spec.out_dtype], spec.d_v)
+    if problem.in_place:
+        results["lse"] = lses[1]
+        if spec.in_dtype == spec.out_dtype:
+            results["out"] = outs[1]
+    return {
+        **_parts(spec, outs, lses), **results, "lse_factor": draw.lse_units()["lse_factor"]
+    }  # fmt: skip
+
+
+def _drawn(spec: VariantSpec, problem: Parts, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Outputs and LSE of all parts."""
+    n, b, s_q, heads = problem.parts, problem.batch, problem.s_q, problem.heads
+    rows = draw.rows(n, b, s_q, heads, spec.d_v + 8 * problem.apart)
+    lses = draw.lses(n, b, s_q, heads).mT if problem.apart else draw.lses(n, b, heads, s_q)
+    problem.plant(draw, rows[..., : spec.d_v], lses)
+    draw.identify_by(rows, lses)
+    outs = draw.there(rows, DTYPES[spec.in_dtype])[..., : spec.d_v]
+    return outs, draw.there(lses)
+
+
+def _empty(_draw: Draw, outs: Tensor, lses: Tensor) -> None:
+    """Plants rows without tokens, of either sign of LSE, over NaN."""
     lses[0, 0, 1], lses[1, 0, 2], lses[:, 1, 3] = -math.inf, math.inf, math.inf
     outs[0, 0, :, 1], outs[1, 0, :, 2], outs[:, 1, :, 3] = math.nan, math.nan, math.nan
+
+
+def _awkward(draw: Exact, outs: Tensor, lses: Tensor) -> None:
+    """Plants rows without tokens over NaN or infinity, equal weights, and an LSE that is NaN."""
+    hit, by_head = draw.below(8, lses.numel()).view_as(lses), outs.transpose(2, 3)
+    lses[hit == 0], lses[hit == 1], lses[hit == 2] = -math.inf, math.inf, 3.25
+    by_head[hit == 0], by_head[hit == 1] = math.nan, math.inf
+    lses[:, 0, 0, 0], lses[0, 0, 1, 0], lses[:, 0, 2, 1] = math.inf, -math.inf, -math.inf
+    lses[1, 0, 1, 1] = math.nan
+
+
+def small(spec: VariantSpec) -> Iterator[Parts]:
+    """A merge in place, then one of what that left."""
+    n = {"pair": 2, "list": 5, "stack": 11}[spec.mode]
     for in_place in (True, False):
-        out = torch.full((b, s_q, heads, spec.d_v), 7.0).to(DTYPES[spec.out_dtype])
-        lse = torch.full((b, heads, s_q), 7.0)
-        if in_place:
-            out, lse = outs[1] if out.dtype == outs.dtype else out, lses[1]
-        given = {**_parts(spec, outs, lses), "out": out, "lse": lse, "lse_factor": LN2}
-        yield Call(given, {"out": "out", "lse": "lse"}, truth(spec, given))
+        yield Parts(parts=n, batch=2, s_q=3, heads=5, plant=_empty, apart=True, in_place=in_place)
+
+
+def recorded(draw: Exact) -> Parts:
+    """Parts of which some are empty, of either sign, over values that are NaN or infinite."""
+    spec = draw.case.spec
+    n = {"pair": 2, "list": (3, 8)[draw.odd], "stack": (5, 19)[draw.odd]}[spec.mode]
+    b, s_q, heads = ((3, 2, 5), (1, 7, 3))[draw.odd]
+    if spec.d_v != KV_LORA_RANK:
+        heads = 4  # the record has rows of 512 values: of these, several
+    return Parts(parts=n, batch=b, s_q=s_q, heads=heads, plant=_awkward)
+
+
+def sized(spec: VariantSpec, sizes: Sizes) -> Parts:
+    """Two parts, or ``sizes.parts`` up to as many as a list may have."""
+    n = 2 if spec.mode == "pair" else min(sizes.parts, MAX_LIST)
+    return Parts(parts=n, batch=sizes.batch, s_q=sizes.s_q, heads=sizes.heads)
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
@@ -84,40 +152,6 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
     )
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Parts of which some are empty, of either sign, over values that are NaN or infinite."""
-    spec, odd = case.spec, case.index % 2
-    n = {"pair": 2, "list": (3, 8)[odd], "stack": (5, 19)[odd]}[spec.mode]
-    b, s_q, heads = ((3, 2, 5), (1, 7, 3))[odd]
-    if spec.d_v != KV_LORA_RANK:
-        heads = 4  # the record has rows of 512 values: of these, several
-    bits = case.bits()
-    o = exact.bell(bits, (n, b, s_q, heads, spec.d_v), 2)
-    lse = exact.bell(bits, (n, b, heads, s_q), bits.below(9, (n, b, heads, s_q)) - 2)
-    hit = bits.below(8, lse.shape)
-    lse[hit == 0], lse[hit == 1] = -np.inf, np.inf
-    lse[hit == 2] = np.float32(3.25)  # equal weights
-    o.swapaxes(2, 3)[hit == 0], o.swapaxes(2, 3)[hit == 1] = np.nan, np.inf
-    lse[:, 0, 0, 0], lse[0, 0, 1, 0], lse[:, 0, 2, 1] = np.inf, -np.inf, -np.inf
-    lse[1, 0, 1, 1] = np.nan
-    parts = exact.as_tensor(o, DTYPES[spec.in_dtype], run.device), run.there(lse)
-    out = run.full((b, s_q, heads, spec.d_v), 3.0, DTYPES[spec.out_dtype])
-    lse_out = run.full((b, heads, s_q), 3.0)
-    factor, _ = exact.LSE[odd]
-    run.call(case.variant, **_parts(spec, *parts), out=out, lse=lse_out, lse_factor=factor)
-    return exact.results([o, lse], out, lse_out)
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """Two parts, or ``sizes.parts`` up to as many as a list may have."""
-    source, n = Source(device, seed), 2 if spec.mode == "pair" else min(sizes.parts, MAX_LIST)
-    rows = (sizes.batch, sizes.s_q, sizes.heads, spec.d_v)
-    outs = source.normal(n, *rows, dtype=DTYPES[spec.in_dtype])
-    lses = source.normal(n, sizes.batch, sizes.heads, sizes.s_q, dtype=torch.float32)
-    results = source.results(sizes, spec.out_dtype, spec.d_v)
-    return {**_parts(spec, outs, lses), **results, "lse_factor": LN2}
-
-
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.merge_states``, of stacked tensors or of lists."""
     if spec.mode == "stack":
@@ -136,8 +170,10 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 
 _MODES = ("pair", "list", "stack")
-WORKLOAD = Workload(
-    small, judge, recorded, sized, truth, public, moved,
+WORKLOAD = workload(
+    judge, truth, arguments, small=small, recorded=recorded, sized=sized,
+    results=named("out", "lse"), rows=lambda _, given: exact.rows_of(given["out"], given["lse"]),
+    public=public, moved=moved,
     bench={
         "merge_states": {
             **{mode: {"mode": mode} for mode in _MODES},

@@ -22,7 +22,7 @@ from snapmla.testing.mha_job import MhaJob, offsets, work_of
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Array, Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 LQ, LK = (140, 0, 40, 9), (130, 33, 20, 0)  # more rows than keys, no rows, no keys
 Of = Callable[[GradJob, Tensor], dict[str, Any]]
@@ -85,7 +85,7 @@ def recorded(of: Of, results: tuple[str, ...], case: Case, run: Runner) -> Recor
 
 def sized(of: Of, spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Prompts of ``sizes.s_q`` new tokens behind a prefix, ``sizes.tokens`` keys in all."""
-    source, dtype = Source(device, seed), DTYPES[spec.dtype]
+    source, dtype = Random(device, seed), DTYPES[spec.dtype]
     lq, lk = (sizes.s_q,) * sizes.batch, (sizes.tokens,) * sizes.batch
     t_q, t_k, h = sum(lq), sum(lk), sizes.heads
     ks = tuple(source.normal(t_k, n, w, dtype=dtype) for n, w in zip((h, 1), WIDTHS[spec.d_qk]))

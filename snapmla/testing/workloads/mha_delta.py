@@ -15,7 +15,7 @@ from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.mha_backward import delta_jobs, delta_tables
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 ALLOWED = 1e-5  # of 128 products in fp32, to the sum of their magnitudes
 
@@ -67,7 +67,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Prompts of ``sizes.s_q`` tokens."""
-    source, t, h = Source(device, seed), sizes.batch * sizes.s_q, sizes.heads
+    source, t, h = Random(device, seed), sizes.batch * sizes.s_q, sizes.heads
     rows = {name: source.normal(t, h, 128, dtype=DTYPES[spec.dtype]) for name in ("out", "dout")}
     return {
         **rows, "lse": source.full(h, t), "dlse": source.full(0, t),

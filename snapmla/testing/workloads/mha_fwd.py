@@ -17,7 +17,7 @@ from snapmla.testing.mha_split_job import SplitJob, merged, split_work
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload, decoded
 from snapmla.testing.workloads.exact import Array, Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
@@ -139,7 +139,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Prompts of ``sizes.s_q`` new tokens behind a prefix, ``sizes.tokens`` keys in all."""
-    source, dtype = Source(device, seed), DTYPES[spec.dtype]
+    source, dtype = Random(device, seed), DTYPES[spec.dtype]
     lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
     t_q, t_k, h = sum(lq), sum(lk), sizes.heads
     widths = zip(("k_nope", "k_rope"), (h, 1), WIDTHS[spec.d_qk])

@@ -25,7 +25,7 @@ from snapmla.testing.mha_split_job import entry_tiles, lists_of
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 BINS = 1024  # of the kernel's counting sort: which orders longer lists less finely
 
@@ -186,7 +186,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Prompts of ``sizes.s_q`` new tokens, ``sizes.tokens`` keys in all."""
-    source = Source(device, seed)
+    source = Random(device, seed)
     lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
     given = _given(lq, lk, True, spec)
     words = len(given["work"])

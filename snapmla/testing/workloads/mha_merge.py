@@ -18,7 +18,7 @@ from snapmla.testing.mha_split_job import merged, split_work
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 LQ, LK = (3, 9, 0, 130), (2048, 40, 5000, 4100)  # two pieces, none, no queries, two row tiles
 OWN = 7.0  # of rows that nothing is merged into
@@ -92,7 +92,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Sequences of ``sizes.s_q`` new tokens and ``sizes.tokens`` keys."""
-    source, h = Source(device, seed), sizes.heads
+    source, h = Random(device, seed), sizes.heads
     lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
     room = SplitRoom.of(sum(lq), len(lq), sum(lk))
     return {

@@ -13,7 +13,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Sizes, Workload, bit_for_bit
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 
 def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """A group for every four heads."""
-    source, t = Source(device, seed), sizes.batch * sizes.tokens
+    source, t = Random(device, seed), sizes.batch * sizes.tokens
     groups = -(-sizes.heads // 4)
     return {
         "parts": source.normal(t, groups, 64, dtype=torch.float32),

@@ -18,7 +18,7 @@ from snapmla.testing.reference_plan import BALANCE, Cuts, Queries, plan_referenc
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload, tables, wrong_entries
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.samples import PAGE, Random
 
 TABLES = tuple(field.name for field in fields(PlanTables))
 CUTS = tuple(field.name for field in fields(Cuts))
@@ -135,7 +135,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """What ``DecodePlan.update_`` passes, and that plan; no ``sizes.tokens``: random lengths."""
-    source, most = Source(device, seed), sizes.tokens or MOST
+    source, most = Random(device, seed), sizes.tokens or MOST
     lengths = source.i32([most] * sizes.batch)
     if not sizes.tokens:
         lengths = (source.below(most, sizes.batch) + 1).int()

@@ -16,7 +16,7 @@ from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload, tables, wrong_entries
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.records_to_plan import schedules
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.samples import PAGE, Random
 
 
 def _given(plan: PlanReference) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Sequences that are dealt to all parts evenly."""
-    source = Source(device, seed)
+    source = Random(device, seed)
     work, _ = source.split_work(sizes, PAGE)
     made: dict[str, tuple[int, ...]] = {
         "records": (sizes.parts, RECORD_WORDS), "num_splits": (sizes.batch + 1,)

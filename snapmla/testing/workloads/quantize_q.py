@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +15,9 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import rounding
 from snapmla.testing.workloads import exact, rotary
-from snapmla.testing.workloads.call import DTYPES, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.call import DTYPES, Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.problem import Problem, workload
 
 RESULTS = {"nope": "out_nope", "rope": "out_rope", "scale": "out_scale"}
 
@@ -38,43 +40,47 @@ def _outputs(spec: VariantSpec, shape: Sequence[int], device: str) -> dict[str, 
     }
 
 
-def _given(
-    spec: VariantSpec, joint: Tensor, turning: dict[str, Any], *, apart: bool = False
-) -> dict[str, Any]:
-    """Arguments for rows (b, s_q, h, 576), slices of which the kernel takes; ``apart``: copies."""
+@dataclass(frozen=True, kw_only=True)
+class Queries(Problem):
+    """Rows of 576.
+
+    Attributes:
+        batch, s_q, heads: extents.
+        apart: the kernel takes copies, not slices of one tensor.
+    """
+
+    batch: int
+    s_q: int
+    heads: int
+    apart: bool = False
+
+
+def arguments(spec: VariantSpec, problem: Queries, draw: Draw) -> dict[str, Any]:
+    """Arguments by name."""
+    shape = problem.batch, problem.s_q, problem.heads
+    joint = draw.joint(math.prod(shape), DTYPES[spec.in_dtype])
+    halves = joint[:, :KV_LORA_RANK], joint[:, KV_LORA_RANK:]
+    draw.identify_by(bits=halves)
+    joint = draw.there(joint).view(*shape, HEAD_DIM_QK)
     halves = joint[..., :KV_LORA_RANK], joint[..., KV_LORA_RANK:]
-    nope, rope = (x.contiguous() for x in halves) if apart else halves
-    out = _outputs(spec, joint.shape[:3], joint.device.type)
-    return {"q_nope": nope, "q_rope": rope, **turning, **out}
+    nope, rope = (x.contiguous() for x in halves) if problem.apart else halves
+    turning = rotary.arguments(spec, problem.batch * problem.s_q, draw)
+    return {"q_nope": nope, "q_rope": rope, **turning, **_outputs(spec, shape, draw.device)}
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Two sequences of two tokens with five heads."""
-    joint = torch.randn(2, 2, 5, HEAD_DIM_QK).to(DTYPES[spec.in_dtype])
-    given = _given(spec, joint, rotary.small(spec, 4))
-    yield Call(given, RESULTS, truth(spec, given))
+SMALL = Queries(batch=2, s_q=2, heads=5)
+RECORDED = (Queries(batch=2, s_q=1, heads=61, apart=True), Queries(batch=3, s_q=2, heads=17))
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Rows of every awkward kind, joint or apart."""
-    spec, shape = case.spec, (3, 2, 17) if case.index % 2 else (2, 1, 61)
-    c, r = exact.latents(case, shape[0] * shape[1] * shape[2], spec.in_dtype)
-    check = exact.digest([exact.bits_of(c), exact.bits_of(r)])
-    joint = torch.cat([c, r], -1).to(run.device).reshape(*shape, HEAD_DIM_QK)
-    turning = rotary.recorded(case, shape[0] * shape[1], run)
-    given = _given(spec, joint, turning, apart=not case.index % 2)
-    run.call(case.variant, **given)
-    widths = {"nope": KV_LORA_RANK, "rope": QK_ROPE_HEAD_DIM, "scale": 1}
-    found = {name: exact.bits_of(given[RESULTS[name]]).reshape(-1, n) for name, n in widths.items()}
-    return Recorded(check, found)
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def sized(_spec: VariantSpec, sizes: Sizes) -> Queries:
     """Slices of joint rows, as a projection leaves them."""
-    source = Source(device, seed)
-    shape = (sizes.batch, sizes.s_q, sizes.heads, HEAD_DIM_QK)
-    joint = source.normal(*shape, dtype=DTYPES[spec.in_dtype])
-    return _given(spec, joint, rotary.sized(spec, sizes.batch * sizes.s_q, source))
+    return Queries(batch=sizes.batch, s_q=sizes.s_q, heads=sizes.heads)
+
+
+def _rows(_spec: VariantSpec, given: Mapping[str, Any]) -> exact.Rows:
+    """Quantised rows and scales."""
+    widths = {"nope": KV_LORA_RANK, "rope": QK_ROPE_HEAD_DIM, "scale": 1}
+    return {name: exact.bits_of(given[RESULTS[name]]).reshape(-1, n) for name, n in widths.items()}
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -99,8 +105,10 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return float(rows) * each + 4.0 * scales + rotary.moved(spec, tokens)
 
 
-WORKLOAD = Workload(
-    small, bit_for_bit, recorded, sized, truth, public, moved,
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=lambda _: (SMALL,),
+    recorded=lambda draw: RECORDED[draw.odd], sized=sized, results=lambda *_: RESULTS, rows=_rows,
+    public=public, moved=moved,
     bench={
         "quantize_q": {mode: {"mode": mode} for mode in ("token_head", "token")},
         "rope_quantize_q": {"token_head": {"mode": "token_head", "rope_style": "interleaved"}},

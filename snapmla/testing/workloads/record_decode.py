@@ -17,7 +17,7 @@ from snapmla.testing.record_job import poisoned_rows
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded, planned
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.samples import PAGE, Random
 from snapmla.testing.workloads.sparse_records import in_order, records, several_of_none
 
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3)}  # row tile: (heads, s_q)
@@ -101,7 +101,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Random rows, the work dealt evenly; splits are not merged: the decode kernel alone."""
-    source, record = Source(device, seed), FORMATS[spec.cache_dtype]
+    source, record = Random(device, seed), FORMATS[spec.cache_dtype]
     paged, pages = source.paged(sizes, PAGE)
     return {
         "q": source.normal(sizes.batch, sizes.s_q, sizes.heads, record.channels),

@@ -16,7 +16,7 @@ from snapmla.testing.reference_plan import plan_reference, records_of, records_r
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload, tables, wrong_entries
 from snapmla.testing.workloads.exact import Array, Bits, Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.samples import PAGE, Random
 
 CHECKED = ("work_items", "part_begin", "split_begin")
 
@@ -115,7 +115,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Same number of parts, which begin with some sequence's first tile."""
-    source, b, parts = Source(device, seed), sizes.batch, sizes.parts
+    source, b, parts = Random(device, seed), sizes.batch, sizes.parts
     shapes = _shapes(b, parts, 1)
     return {
         "records": source.i32([[p * b // parts, *[0] * (RECORD_WORDS - 1)] for p in range(parts)]),

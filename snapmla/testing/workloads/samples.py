@@ -1,7 +1,7 @@
 """Small caches, tables, tokens and queries, drawn by torch from its global seed.
 
-What no call may read is poison: NaN in caches, page ids of no page in tables.  ``sized`` arguments
-draw from a ``source`` instead.
+What no call may read is poison: NaN in caches, page ids of no page in tables.  ``Adversarial``
+draws arguments of them, ``Random`` those that are as large as in service.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.index_cache import PAGE as INDEX_PAGE
+from dsl_kernels.index_cache import PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
 from snapmla.cache import PagedKVCache
@@ -26,6 +28,7 @@ from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import NATURAL, Sizes
+from snapmla.testing.workloads.draw import Draw
 
 ABSURD_PAGE = 2147480000
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
@@ -208,17 +211,98 @@ def _fill(scale: Tensor, record: Record) -> None:
         scale.fill_(0.01)
 
 
-# ---------------------------------------------------------------------------- sized arguments
+# ---------------------------------------------------------------------------- draws
 
 
-class Source:
+class Adversarial(Draw):
+    """Numbers of small calls: torch's global seed, on the CPU."""
+
+    fill = 7.0
+    angles = 50
+    byte = 0x7F
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def rows(self, *shape: int) -> Tensor:
+        return torch.randn(shape)
+
+    def below(self, bound: int, n: int) -> Tensor:
+        return torch.randint(0, bound, (n,))
+
+    def order(self, n: int) -> Tensor:
+        return torch.randperm(n)
+
+    def lses(self, *shape: int) -> Tensor:
+        return 4.0 * self.rows(*shape)
+
+    def tokens(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        c, r = sample_tokens(n)
+        return c.to(dtype), r.to(dtype)
+
+    def positions(self, n: int, dtype: torch.dtype) -> Tensor:
+        """The last is past the table."""
+        found = super().positions(n, dtype)
+        found[-1] = self.angles
+        return found
+
+    def page_ids(self, batch: int, width: int, bound: int = 0) -> Tensor:
+        """Pages in order, if each occurs once."""
+        if bound:
+            return super().page_ids(batch, width, bound)
+        return torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+
+    def cache(
+        self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
+    ) -> dict[str, Tensor]:
+        form, strided = FORMATS[cache_dtype], bool(style)
+        if form.rows:
+            dtype = exact.TORCH[cache_dtype]
+            return planes(poisoned_rows(pages, page_size, dtype, heads, strided=strided))
+        if form.named:
+            return planes(poisoned_bytes(cache_dtype, pages, page_size, strided=strided))
+        return planes(poisoned_cache(pages, page_size, exact.LAYOUTS[style]))
+
+    def key_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """All codes, scales of any size and one that is NaN."""
+        wide = torch.randint(256, (pages, PAGE_BYTES + gap), dtype=torch.uint8)
+        scales = torch.randn(pages, INDEX_PAGE).exp() * 0.1
+        scales[1, 3] = math.nan
+        wide[:, SCALES_AT:PAGE_BYTES] = scales.view(torch.uint8)
+        return wide
+
+    def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        made = super().there(x, dtype)
+        if made.dtype != x.dtype and made.is_floating_point():
+            made[made.isnan()] = math.nan  # casts make other patterns on other machines
+        return made
+
+
+class Random(Draw):
     """Numbers of a device's generator; of device ``meta`` tensors without any."""
 
+    fill = 0.0
+    angles = 163840  # of DeepSeek-V3's rotary embedding
+    byte = 0xFF
+
     def __init__(self, device: str, seed: int) -> None:
-        self.device = device
+        super().__init__(device)
         self._generator = None
         if device != "meta":
             self._generator = torch.Generator(device).manual_seed(seed)
+
+    def rows(self, *shape: int) -> Tensor:
+        return self.normal(*shape, dtype=torch.float32)
+
+    def cache(
+        self, cache_dtype: str, pages: int, page_size: int, heads: int = 1, style: int = 0
+    ) -> dict[str, Tensor]:
+        """Random tokens of one KV head, without gaps."""
+        return self.planes(pages, page_size, cache_dtype)
+
+    def key_pages(self, pages: int, gap: int = 0) -> Tensor:
+        """Zeros."""
+        return self.full(pages, PAGE_BYTES + gap, dtype=torch.uint8)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Standard normal numbers."""
@@ -239,14 +323,6 @@ class Source:
         """(n,) int64 of [0, bound)."""
         return torch.randint(0, bound, (n,), generator=self._generator, device=self.device)
 
-    def full(self, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One value."""
-        return torch.full(shape, value, dtype=dtype, device=self.device)
-
-    def i32(self, values: Any) -> Tensor:
-        """A table."""
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
     def planes(self, pages: int, page_size: int, cache_dtype: str) -> dict[str, Tensor]:
         """A cache of random tokens, FP8 or of 16 bits, with one KV head."""
         if FORMATS[cache_dtype].rows:
@@ -266,16 +342,6 @@ class Source:
             "rope": self.normal(pages, page_size, QK_ROPE_HEAD_DIM),
             "scale": self.full(pages, page_size, value=0.01),
         }
-
-    def alone(self, *names: str) -> dict[str, Tensor]:
-        """Tables that are empty where every sequence is one unit of query rows."""
-        return {name: self.i32([]).view((0, 2) if name == "units" else (0,)) for name in names}
-
-    def results(self, sizes: Sizes, dtype: str, d_v: int = KV_LORA_RANK) -> dict[str, Tensor]:
-        """out and lse of a decode, zeros."""
-        b, s_q, heads = sizes.batch, sizes.s_q, sizes.heads
-        out = self.full(b, s_q, heads, d_v, dtype=exact.TORCH[dtype])
-        return {"out": out, "lse": self.full(b, heads, s_q)}
 
     def partial_rows(self, slots: int, rows: int, cache_dtype: str) -> dict[str, Tensor]:
         """Partial results as kernels over a cache of that dtype keep them."""
@@ -299,7 +365,7 @@ class Source:
         rows = -(-sizes.heads * sizes.s_q // spec.row_tile) * spec.row_tile
         return {
             **work, **self.alone("units", "row_limits", "cu_seqlens_q"),
-            **self.results(sizes, out_dtype),
+            **self.results(sizes.batch, sizes.s_q, sizes.heads, exact.TORCH[out_dtype]),
             **self.partial_rows(slots, rows, cache_dtype), "softmax_scale": exact.SOFTMAX_SCALE,
             "causal": 1, **NATURAL, "may_split": 0, "witness": 0,
         }  # fmt: skip
@@ -309,7 +375,7 @@ class Source:
         width = -(-sizes.tokens // page_size)
         pages = sizes.batch * width
         lengths = self.i32([sizes.tokens] * sizes.batch)
-        table = self.order(pages).int().view(-1, width)
+        table = self.page_ids(sizes.batch, width)
         return {"block_table": table, "cache_seqlens": lengths}, pages
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from dsl_kernels.topk_share import share
 from snapmla.dsa import select_topk
 from snapmla.testing import topk_reference
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.call import Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, named, workload
+from snapmla.testing.workloads.samples import PAGE
 
 MOST = 2200  # columns of small calls, which overflow the list of the smaller variants
-RESULTS = {"out": "out", "counts": "counts"}
 K = 2048  # the largest k
 
 
@@ -39,7 +41,7 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"out": out, "counts": counts}
 
 
-def arguments(
+def laid_out(
     logits: Tensor,
     lengths: Tensor,
     k: int,
@@ -48,7 +50,7 @@ def arguments(
     next_n: int = 1,
     page_size: int = PAGE,
 ) -> dict[str, Any]:
-    """A kernel's arguments by name; results full of -7."""
+    """A kernel's arguments of tensors, by name; results full of -7."""
     rows = len(logits)
     made: dict[str, Any] = {"dtype": torch.int32, "device": logits.device}
     return {
@@ -69,13 +71,51 @@ def _widths(spec: VariantSpec) -> tuple[int, ...]:
     return min(kept * 7 // 8, MOST), max(MOST, kept + MOST // 4)
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Calls of each of ``_widths``."""
+@dataclass(frozen=True, kw_only=True)
+class Scores(Problem):
+    """Rows of scores.
+
+    Attributes:
+        lengths: of the rows, in their order.
+        columns, k: extents.
+        scores: (rows, columns) on the CPU; None: normal ones.
+        starts: first columns of rows that do not all begin at 0.
+        table: block table of the rows; None: ``pages`` of each sequence, or without them none.
+        next_n, page_size: as the kernel takes them.
+    """
+
+    lengths: Sequence[int]
+    columns: int
+    k: int
+    scores: Tensor | None = None
+    starts: Tensor | None = None
+    table: Tensor | None = None
+    pages: int = 0
+    next_n: int = 1
+    page_size: int = PAGE
+
+
+def arguments(_spec: VariantSpec, problem: Scores, draw: Draw) -> dict[str, Any]:
+    """Arguments by name."""
+    rows, scores, table = len(problem.lengths), problem.scores, problem.table
+    scores = draw.rows(rows, problem.columns) if scores is None else scores
+    lengths = draw.i32(problem.lengths)
+    draw.identify_by(scores, lengths)
+    if problem.pages:
+        table = draw.page_ids(rows // problem.next_n, problem.pages)
+    return laid_out(
+        draw.there(scores), lengths, problem.k, table, problem.starts, problem.next_n,
+        problem.page_size,
+    )  # fmt: skip
+
+
+def small(spec: VariantSpec) -> Iterator[Scores]:
+    """Problems of each of ``_widths``."""
     for columns in _widths(spec):
-        yield from _calls(spec, columns)
+        yield from _problems(columns)
 
 
-def _calls(spec: VariantSpec, columns: int) -> Iterator[Call]:
+def _problems(columns: int) -> Iterator[Scores]:
     """Numbers, ties that overflow the list, specials; lengths about k; NaN around every row.
 
     Ties are two numbers that differ in the lowest bits, of which all but one are wanted, in the row
@@ -92,34 +132,28 @@ def _calls(spec: VariantSpec, columns: int) -> Iterator[Call]:
     for name, k, options in cases:
         lengths = torch.tensor([columns - 8, 0, k - 1, k, k + 1, -3], dtype=torch.int32)
         found = topk_reference.scores(name, len(lengths), columns)
-        logits = topk_reference.padded(found, lengths, options.get("starts"), 8)
-        given = arguments(logits, lengths, k, **options)
-        yield Call(given, RESULTS, truth(spec, given), note=name)
+        yield Scores(
+            note=name, lengths=lengths.tolist(), columns=columns, k=k, **options,
+            scores=topk_reference.padded(found, lengths, options.get("starts"), 8),
+        )  # fmt: skip
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Of four distributions, ragged."""
-    bits, rows = case.bits(), 5
-    columns = min(capacity(case.spec), 5000) // 4 * 4
-    k = columns // 7
-    raw = bits.normal((rows, columns)).astype(np.float32)
-    lengths = bits.below(columns + 1, (rows,)).astype(np.int32)
-    lengths[0] = columns
-    raw[1] = np.where(bits.below(50, (columns,)) > 0, np.float32(0), raw[1])
-    raw[2] = np.where(bits.below(2, (columns,)) > 0, np.float32(0), np.float32(-0.0))
-    given = arguments(run.there(raw), run.there(lengths), k)
-    run.call(case.variant, **given)
-    return exact.of_problems([raw, lengths], [[given["out"], given["counts"]]], "selected")
+def recorded(draw: Exact) -> Scores:
+    """Rows of four distributions, ragged."""
+    rows, columns, bits = 5, min(capacity(draw.case.spec), 5000) // 4 * 4, draw.bits()
+    raw = torch.from_numpy(bits.normal((rows, columns)).astype(np.float32))
+    lengths = [columns, *draw.below(columns + 1, rows).tolist()[1:]]
+    raw[1][draw.below(50, columns) > 0] = 0.0
+    raw[2] = torch.where(draw.below(2, columns) > 0, 0.0, -0.0)
+    return Scores(lengths=lengths, columns=columns, k=columns // 7, scores=raw)
 
 
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def sized(_spec: VariantSpec, sizes: Sizes) -> Scores:
     """Normal scores of all cached tokens, to slots of shuffled pages."""
-    source, rows = Source(device, seed), sizes.batch * sizes.s_q
-    columns = -(-sizes.tokens // 4) * 4
-    logits = source.normal(rows, columns, dtype=torch.float32)
-    lengths = source.full(rows, value=sizes.tokens, dtype=torch.int32)
-    table, _ = source.paged(sizes, PAGE)
-    return arguments(logits, lengths, K, table["block_table"], next_n=sizes.s_q)
+    return Scores(
+        lengths=[sizes.tokens] * (sizes.batch * sizes.s_q), columns=-(-sizes.tokens // 4) * 4, k=K,
+        pages=-(-sizes.tokens // PAGE), next_n=sizes.s_q,
+    )  # fmt: skip
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -134,4 +168,9 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return 4.0 * sizes.batch * sizes.s_q * (sizes.tokens + 2 * K + 2)
 
 
-WORKLOAD = Workload(small, bit_for_bit, recorded, sized, truth, public, moved)
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=small, recorded=recorded, sized=sized,
+    results=named("out", "counts"),
+    rows=lambda _, given: exact.hashes_of([[given["out"], given["counts"]]], "selected"),
+    public=public, moved=moved,
+)  # fmt: skip

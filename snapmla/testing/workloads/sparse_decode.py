@@ -27,7 +27,7 @@ from snapmla.testing.workloads.call import (
     planned,
 )
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.samples import PAGE, Random
 
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
@@ -118,7 +118,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     """Each query token names ``sizes.tokens`` of a pool that is eight times as large, at random."""
     if spec.pipeline in sparse_records.PIPELINES:
         return sparse_records.sized(spec, sizes, device, seed)
-    source, topk, tokens = Source(device, seed), sizes.tokens, sizes.batch * sizes.s_q
+    source, topk, tokens = Random(device, seed), sizes.tokens, sizes.batch * sizes.s_q
     pages = -(-8 * topk * sizes.batch // PAGE)
     queries = Queries(sizes.heads, sizes.s_q, sizes.heads)
     plan = plan_reference(
@@ -136,7 +136,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
             sizes.batch, sizes.s_q, topk
         ),
         "topk_length": source.i32([topk] * sizes.batch), "attn_sink": source.full(0), **tables,
-        **source.results(sizes, spec.out_dtype),
+        **source.results(sizes.batch, sizes.s_q, sizes.heads, exact.TORCH[spec.out_dtype]),
         "o_accum": source.full(slots, sizes.heads, PARTIAL_ROW, dtype=torch.float16),
         "lse_accum": source.full(slots, sizes.heads, value=-math.inf),
         "softmax_scale": HEAD_SCALE, **NATURAL, "may_split": int(plan.split_begin[-1] > 0),

@@ -16,7 +16,7 @@ from snapmla.testing.prefill_job import PrefillJob, queries
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Source
+from snapmla.testing.workloads.samples import Random
 
 TOPK = 2048  # of calls as large as in service
 
@@ -101,7 +101,7 @@ def _pieces(
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """``batch`` times ``s_q`` query tokens over ``tokens`` rows, lists of 2048 at most."""
-    source, d = Source(device, seed), spec.d_qk
+    source, d = Random(device, seed), spec.d_qk
     s_q, h, s_kv = sizes.batch * sizes.s_q, sizes.heads, sizes.tokens
     topk = min(TOPK, s_kv)
     blocks = -(-h // spec.row_tile)

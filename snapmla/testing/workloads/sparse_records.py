@@ -22,7 +22,7 @@ from snapmla.testing.sparse_job import HEAD_SCALE
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Source
+from snapmla.testing.workloads.samples import PAGE, Random
 
 PIPELINES = ("mix16", "mix8")  # whose cache is bytes
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
@@ -124,7 +124,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Each query token names ``sizes.tokens`` of a pool that is eight times as large, at random."""
-    source, topk, tokens = Source(device, seed), sizes.tokens, sizes.batch * sizes.s_q
+    source, topk, tokens = Random(device, seed), sizes.tokens, sizes.batch * sizes.s_q
     pages = -(-8 * topk * sizes.batch // PAGE)
     queries = Queries(sizes.heads, sizes.s_q, sizes.heads)
     plan = plan_reference(
@@ -144,7 +144,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     return {
         "q": query, "q_rope": query, "cache": cache, "indices": indices, **second,
         "topk_length": source.i32([topk] * sizes.batch), "attn_sink": source.full(0), **tables,
-        **source.results(sizes, spec.out_dtype),
+        **source.results(sizes.batch, sizes.s_q, sizes.heads, DTYPES[spec.out_dtype]),
         "o_accum": source.full(slots, sizes.heads, PARTIAL_ROW, dtype=DTYPES["f16"]),
         "lse_accum": source.full(slots, sizes.heads, value=-math.inf),
         "softmax_scale": HEAD_SCALE, **NATURAL, "may_split": int(plan.split_begin[-1] > 0),
@@ -152,7 +152,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-def records(source: Source, pages: int, record: Record) -> Any:
+def records(source: Random, pages: int, record: Record) -> Any:
     """(pages, 64, bytes of a token) u8: e4m3 content, scales of about 0.01, normal RoPE."""
     cache = source.full(pages, PAGE, record.token_bytes, dtype=torch.uint8)
     content, rope, scale = byte_cache.fields_of(record, cache[:, :, None])

@@ -1,0 +1,80 @@
+"""Workloads whose arguments are laid out once: problems of an op, drawn in three ways.
+
+An op's file names its problems as data and writes ``arguments(spec, problem, draw)``; ``workload``
+makes the small, the recorded and the large calls of these.  ``draw.py`` says what a draw is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dsl_kernels.spec import VariantSpec
+from snapmla.testing.workloads.call import Call, Judge, Sizes, Truth, Workload
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Case, Exact, Recorded, Rows, Runner
+from snapmla.testing.workloads.samples import Adversarial, Random
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A call before any number is drawn; an op adds extents, lengths and what is planted.
+
+    Attributes:
+        note: for messages.
+    """
+
+    note: str = ""
+
+
+P = TypeVar("P", bound=Problem)
+
+
+def workload(
+    judge: Judge,
+    truth: Truth,
+    arguments: Callable[[VariantSpec, P, Draw], dict[str, Any]],
+    *,
+    small: Callable[[VariantSpec], Iterable[P]],
+    recorded: Callable[[Exact], P],
+    sized: Callable[[VariantSpec, Sizes], P],
+    results: Callable[[VariantSpec, P], dict[str, str]],
+    rows: Callable[[VariantSpec, Mapping[str, Any]], Rows],
+    **known: Any,
+) -> Workload:
+    """The workload of an op.
+
+    Args:
+        judge, truth: as ``Workload`` has them.
+        arguments: (spec, problem, draw) -> a call's arguments by name.
+        small: (spec) -> the problems of small calls, which one draw serves.
+        recorded: (draw) -> the problem of a recorded case; it may draw lengths.
+        sized: (spec, sizes) -> the problem of a call as large as in service.
+        results: (spec, problem) -> what messages call a result -> the argument that holds it.
+        rows: (spec, arguments after the call) -> what a recorded case compares.
+        known: other fields of ``Workload``.
+    """
+
+    def calls(spec: VariantSpec) -> Iterator[Call]:
+        draw = Adversarial()
+        for problem in small(spec):
+            given = arguments(spec, problem, draw)
+            want = truth(spec, given)
+            yield Call(given, results(spec, problem), want, note=problem.note)
+
+    def run_case(case: Case, run: Runner) -> Recorded:
+        draw = Exact(case, run.device)
+        given = arguments(case.spec, recorded(draw), draw)
+        run.call(case.variant, **given)
+        return Recorded(draw.inputs, rows(case.spec, given))
+
+    def large(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+        return arguments(spec, sized(spec, sizes), Random(device, seed))
+
+    return Workload(calls, judge, run_case, large, truth, **known)
+
+
+def named(*results: str) -> Callable[[VariantSpec, Problem], dict[str, str]]:
+    """Results that messages call by their argument's name."""
+    return lambda _spec, _problem: {name: name for name in results}
