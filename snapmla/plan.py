@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -15,7 +15,6 @@ from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, tracing
 from snapmla.decode_plan import DecodePlan, new_workspace, unit_capacity
-from snapmla.layouts import kernel_page_size
 
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
@@ -196,7 +195,11 @@ def plan_decode(
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What the plans of a model have in common: arguments of ``plan_decode``, checked as far as
-    they can be without a device."""
+    they can be without a device.
+
+    Attributes:
+        cache_name: ``cache_dtype`` as variants' names and plans have it: the name of a format.
+    """
 
     num_heads: int
     page_size: int
@@ -211,10 +214,12 @@ class PlanOptions:
     accuracy: str = "standard"
     cache_dtype: str | torch.dtype = DEFAULT
     num_kv_heads: int = 1
+    cache_name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
         object.__setattr__(self, "cache_dtype", self._checked_cache_dtype())
+        object.__setattr__(self, "cache_name", checks.format_named(self.cache_dtype))
         object.__setattr__(self, "page_size", self._checked_page_size())
         checks.kv_heads(self.num_kv_heads, self.num_heads, self.cache_name)
         checks.flag("causal", self.causal)
@@ -236,11 +241,6 @@ class PlanOptions:
         return checks.page_size_of(self.cache_name, self.page_size)
 
     @property
-    def cache_name(self) -> str:
-        """``cache_dtype`` as variants' names and plans have it: the name of a format."""
-        return dispatch.cache_name(self.cache_dtype)
-
-    @property
     def format(self) -> Format:
         """Format in which the cache stores tokens."""
         return FORMATS[self.cache_name]
@@ -260,10 +260,11 @@ class PlanOptions:
             size: all query tokens, and the tokens that each sees at most; None: not known yet.
         """
         spec = dispatch.choose(
-            device, self.group, s_q, kernel_page_size(self.page_size), pipeline=self.pipeline,
+            device, self.group, s_q, self.page_size, pipeline=self.pipeline,
             row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
         )  # fmt: skip
-        _split_tiles(self.fixed_split_tokens, spec.token_tile)
+        if self.fixed_split_tokens is not None:
+            _split_tiles(self.fixed_split_tokens, spec.token_tile)
         return spec
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
@@ -326,16 +327,17 @@ def make_plan(
     num_parts, fixed_overhead = options.num_parts, options.fixed_overhead
     if fixed_overhead is None:
         fixed_overhead = spec.family.item_overhead
-    split_tiles = _split_tiles(options.fixed_split_tokens, spec.token_tile)
+    token_tile = spec.token_tile
+    split_tiles = _split_tiles(options.fixed_split_tokens, token_tile)
     sequences, tokens = batch * kv_heads, queries.total_q * kv_heads
     units = unit_capacity(sequences, queries.s_q, tokens, group, unit_rows)
     if num_parts is None:
         num_parts = options.parts(device, unit_rows, units, spec)
-    max_tiles = -(-max_pages * page_size // spec.token_tile)
+    max_tiles = -(-max_pages * page_size // token_tile)
     longest, stretches = 0, 1
     most = options.format.longest_item or dispatch.longest_item(spec)
     if most and not split_tiles:
-        longest = most // spec.token_tile
+        longest = most // token_tile
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     tile_ns, read_ns = options.tile_times(device, spec)
@@ -376,7 +378,7 @@ def make_plan(
         pipeline=spec.pipeline,
         row_tile=spec.row_tile,
         unit_rows=unit_rows,
-        token_tile=spec.token_tile,
+        token_tile=token_tile,
         fixed_overhead=fixed_overhead,
         causal=bool(options.causal),
         split_tiles=split_tiles,

@@ -126,8 +126,8 @@ class DecodePlan(launch.OverTensors):
     read_ns: int = 0
 
     def __post_init__(self) -> None:
-        tables = tuple(getattr(self, name) for name in TENSORS)
-        if all(type(t) is torch.Tensor for t in tables):  # not a tracer's, nor a stand-in of one
+        kinds = set(map(type, (*self._tables, self.o_accum, self.lse_accum)))
+        if kinds == {torch.Tensor}:  # not a tracer's, nor a stand-in of one
             self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -340,7 +340,7 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def plain(self) -> bool:
         """True if kernels may take the addresses of its tensors."""
-        return tracing.plain(*(getattr(self, name) for name in TENSORS))
+        return tracing.plain(*self._tables, self.o_accum, self.lse_accum)
 
     @functools.cached_property
     def may_split(self) -> bool:

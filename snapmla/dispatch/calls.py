@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -75,10 +76,13 @@ def choose(
             argument and the nearest choice.
         VariantError: no decode kernel exists for the device's architecture, or none for such pages.
     """
-    return choose_on(
-        card_of(device), num_heads, s_q, page_size, out_dtype=out_dtype, pipeline=pipeline,
-        row_tile=row_tile, accuracy=accuracy, cache=cache,
-    )  # fmt: skip
+    card = card_of(device)
+    wishes = out_dtype, pipeline, row_tile, accuracy, cache
+    try:
+        return choose_known(card, num_heads, s_q, page_size, *wishes)
+    except TypeError:  # of what is no key, a traced size or a list: the checks say what is wrong
+        pass
+    return _choose(card, num_heads, s_q, page_size, *wishes)
 
 
 def choose_on(
@@ -94,6 +98,23 @@ def choose_on(
     cache: str = DEFAULT,
 ) -> VariantSpec:
     """``choose`` for a card, which need not be here."""
+    return _choose(
+        card, num_heads, s_q, page_size, out_dtype, pipeline, row_tile, accuracy, cache
+    )  # fmt: skip
+
+
+def _choose(
+    card: Card,
+    num_heads: int,
+    s_q: int,
+    page_size: int,
+    out_dtype: str,
+    pipeline: str | None,
+    row_tile: int | None,
+    accuracy: str,
+    cache: str,
+) -> VariantSpec:
+    """``choose_on``."""
     op = op_of(cache)
     pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
     problem = Problem(
@@ -104,6 +125,10 @@ def choose_on(
     if best is None:
         _refuse(problem, reasons)
     return best
+
+
+# by type as well: True is no row tile
+choose_known = functools.lru_cache(maxsize=1024, typed=True)(_choose)
 
 
 def choose_sparse(

@@ -9,7 +9,7 @@ import torch
 
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
-from snapmla import checks, launch, overlap, runtime
+from snapmla import checks, launch, op, runtime
 from snapmla.decode_plan import nothing
 from snapmla.dsa import shapes
 
@@ -68,7 +68,7 @@ def select_topk(
     Source: the top-k of DeepSeek-V3.2's sparse attention; radix selection.
     """
     call = Select(logits, lengths, k, block_table, page_size, row_starts, next_n, out, counts)
-    return calls.run(_SELECT, _SELECT, call)
+    return calls.run(SELECT.op, SELECT.op, call)
 
 
 class Select(NamedTuple):
@@ -84,32 +84,6 @@ class Select(NamedTuple):
     out: torch.Tensor | None = None
     counts: torch.Tensor | None = None
 
-    @property
-    def read(self) -> dict[str, torch.Tensor | None]:
-        """What is read, by name."""
-        return {name: getattr(self, name) for name in _READ}
-
-
-_READ = ("logits", "lengths", "block_table", "row_starts")
-
-
-def _parts(call: Select) -> calls.Parts:
-    logits, lengths, k, table, page_size, starts, next_n, out, counts = call
-    given = (logits, lengths, table, starts, out, counts)
-    tensors = tuple([t for t in given if t is not None])
-    where = tuple([t.data_ptr() for t in tensors])
-    options = (
-        k.__class__, k, page_size.__class__, page_size, next_n.__class__, next_n,
-        table is None, starts is None, out is None, counts is None, where[0] % checks.ALIGN,
-    )  # fmt: skip
-    return tensors, options, where
-
-
-def _places(call: Select, _: object) -> calls.Groups:
-    _check_begin(call)
-    written = [[overlap.span(t)] for t in (call.out, call.counts) if t is not None]
-    return *written, [overlap.span(t) for t in call.read.values() if t is not None]
-
 
 def _check_begin(call: Select) -> None:
     """Checks that rows of scores are rows of words."""
@@ -117,45 +91,29 @@ def _check_begin(call: Select) -> None:
         checks.aligned_rows("logits", call.logits, align=_FLOAT32[0].itemsize)
 
 
-def check_shapes(call: Select) -> tuple[tuple[int, int], tuple[int]]:
-    """Checks what can be told without memory; the shapes of ``out`` and ``counts``."""
-    k = checks.integer("k", call.k, 1, MAX_K)
-    checks.integer("page_size", call.page_size, 1, MAX_PAGE_SIZE)
-    next_n = checks.integer("next_n", call.next_n, 1)
-    checks.tensor("logits", call.logits, _FLOAT32, ("rows", "columns"))
-    rows, columns = call.logits.shape
-    device = call.logits.device
-    if not 1 <= columns <= shapes.MAX_COLUMNS:
-        checks.value_error("logits", f"1 to {shapes.MAX_COLUMNS} columns", columns)
-    if rows > shapes.MAX_ROWS:
-        checks.value_error("logits", f"at most {shapes.MAX_ROWS} rows", rows)
-    checks.vector("lengths", call.lengths, (rows,), device)
-    if call.row_starts is not None:
-        checks.vector("row_starts", call.row_starts, (rows,), device)
+def _check_size(call: Select, known: op.Extents) -> None:
+    """Checks how many scores there are."""
+    if not 1 <= known["columns"] <= shapes.MAX_COLUMNS:
+        checks.value_error("logits", f"1 to {shapes.MAX_COLUMNS} columns", known["columns"])
+    if known["rows"] > shapes.MAX_ROWS:
+        checks.value_error("logits", f"at most {shapes.MAX_ROWS} rows", known["rows"])
+
+
+def _check_table(call: Select, known: op.Extents) -> None:
+    """Checks that every ``next_n`` rows have a row of the block table."""
+    rows, next_n = known["rows"], known["next_n"]
     if rows % next_n:
         hint = "rows of a sequence lie one behind another, as many of each"
         checks.value_error("next_n", f"a divisor of the {rows} rows of logits", next_n, hint)
     if call.block_table is not None:
-        checks.block_table(call.block_table, rows // next_n, device)
-    if call.out is not None:
-        checks.tensor("out", call.out, _INT32, (rows, k), device)
-        if k > 1 and call.out.stride(1) != 1:
-            strides = f"strides {call.out.stride()}"
-            checks.value_error("out", "innermost stride 1", strides, "allocate it row-major")
-    if call.counts is not None:
-        checks.vector("counts", call.counts, (rows,), device)
-    return (rows, k), (rows,)
+        checks.block_table(call.block_table, rows // next_n, known["device"])
 
 
-def _checked(call: Select) -> Select:
-    check_shapes(call)
-    _check_begin(call)
-    if call.out is not None:
-        checks.distinct("out", call.out)
-        checks.apart("out", call.out, call.read)
-    if call.counts is not None:
-        checks.apart("counts", call.counts, {**call.read, "out": call.out})
-    return call
+def check_row_major(call: Any, known: op.Extents) -> None:
+    """Checks that what is selected for a row lies side by side."""
+    if call.out is not None and call.k > 1 and call.out.stride(1) != 1:
+        strides = f"strides {call.out.stride()}"
+        checks.value_error("out", "innermost stride 1", strides, "allocate it row-major")
 
 
 @functools.lru_cache(maxsize=64)
@@ -201,24 +159,24 @@ def launch_select(
     return (out, counts), kernel
 
 
-def select_now(call: Select) -> Selected:
-    """Checks tensors with memory, and selects, whoever traces."""
-    return launch_select(_checked(call), None)[0]
-
-
-def _traced(call: Select) -> Selected:
-    """The call as an operator, for tracers."""
-    given, out, counts = call[:-2], call.out, call.counts
-    if out is None and counts is None:
-        return torch.ops.snapmla.select_topk(*given)
-    shape, vector = check_shapes(call)
-    if out is None:
-        out = call.lengths.new_empty(shape)
-    if counts is None:
-        counts = call.lengths.new_empty(vector)
-    torch.ops.snapmla.select_topk_out(*given, out, counts)
-    return out, counts
-
-
-_SELECT = calls.Op("select_topk", _checked, launch_select, _traced, _parts, _places)
-runtime.on_forget(_SELECT.memo.forget)  # kernels
+SELECT = op.Declared(
+    "select_topk",
+    Select,
+    ("out", "counts"),
+    (
+        op.IntArg("k", 1, MAX_K),
+        op.IntArg("page_size", 1, MAX_PAGE_SIZE),
+        op.IntArg("next_n", 1),
+        op.TensorArg("logits", _FLOAT32, "rows columns"),
+        _check_size,
+        op.vector("lengths", "rows"),
+        op.vector("row_starts", "rows"),
+        _check_table,
+        op.TensorArg("out", _INT32, "rows k"),
+        check_row_major,
+        op.vector("counts", "rows"),
+    ),
+    launch_select,
+    memory=_check_begin,
+    by_phase=True,
+)

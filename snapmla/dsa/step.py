@@ -10,7 +10,7 @@ import torch
 from dsl_kernels.index_cache import PAGE
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
-from snapmla import checks, overlap, runtime
+from snapmla import checks, op, runtime
 from snapmla.decode_plan import nothing
 from snapmla.dsa import select, shapes
 from snapmla.dsa.index_logits import Call as Scoring
@@ -83,7 +83,7 @@ def index_topk(
         q, w, cache, block_table, cache_seqlens, cu_seqlens_q, k, slots, max_tokens, unit_rows,
         out, counts, workspace,
     )  # fmt: skip
-    return calls.run(_STEP, _STEP, call)
+    return calls.run(STEP.op, STEP.op, call)
 
 
 def index_topk_workspace(rows: int, max_tokens: int) -> int:
@@ -155,18 +155,6 @@ class Step(NamedTuple):
     counts: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
 
-    @property
-    def read(self) -> dict[str, torch.Tensor | None]:
-        """What is read, by name."""
-        given: tuple[Any, ...] = self[:READ]
-        return dict(zip(Step._fields[:READ], given))
-
-    @property
-    def written(self) -> dict[str, torch.Tensor | None]:
-        """What is written, by name."""
-        given: tuple[Any, ...] = self[-WRITTEN:]
-        return dict(zip(Step._fields[-WRITTEN:], given))
-
     def scoring(self, out: torch.Tensor | None, max_tokens: int | None) -> Scoring:
         """The call of ``index_logits``."""
         given: tuple[Any, ...] = (*self[:READ], out, max_tokens, self.unit_rows)
@@ -189,68 +177,37 @@ class Step(NamedTuple):
         return self.q.shape[1] if self.q.ndim == 4 else 1
 
 
-READ, WRITTEN = 6, 3  # leading tensors of a step, and trailing ones
+READ = 6  # leading tensors of a step
 
 
-def _parts(call: Step) -> calls.Parts:
-    told = call[READ:-WRITTEN]
-    given: tuple[Any, ...] = (*call[:READ], *call[-WRITTEN:])
-    tensors = tuple([t for t in given if t is not None])
-    there = tuple([t is None for t in given])
-    options = (there, told, tuple([x.__class__ for x in told]))
-    return tensors, options, tuple([t.data_ptr() for t in tensors])
-
-
-def _places(call: Step, _: object) -> calls.Groups:
-    if call.workspace is not None:
-        checks.aligned("workspace", call.workspace)
-    written = [[overlap.span(t)] for t in call.written.values() if t is not None]
-    return *written, [overlap.span(t) for t in call.read.values() if t is not None]
-
-
-def check_shapes(call: Step) -> tuple[tuple[int, int], tuple[int], int]:
-    """Checks what can be told without memory: shapes of ``out`` and ``counts``, bytes of the
-    workspace."""
-    checks.integer("k", call.k, 1, select.MAX_K)
+def _check_scoring(call: Step, known: op.Extents) -> None:
+    """Checks options and what is scored."""
     checks.flag("slots", call.slots)
     check_scoring(call.scoring(None, call.max_tokens))
-    rows, columns, device = call.rows, call.columns, call.q.device
+    rows, columns = call.rows, call.columns
     if columns > shapes.MAX_COLUMNS:
         hint = "longer sequences than that are not scored: max_tokens cuts them"
         wanted = f"1 to {shapes.MAX_COLUMNS} columns of scores"
         checks.value_error("max_tokens", wanted, columns, hint)
     if rows > shapes.MAX_ROWS:
         checks.value_error("q", f"at most {shapes.MAX_ROWS} query tokens", rows)
-    if call.out is not None:
-        checks.tensor("out", call.out, _INT32, (rows, call.k), device)
-        if call.k > 1 and call.out.stride(1) != 1:
-            strides = f"strides {call.out.stride()}"
-            checks.value_error("out", "innermost stride 1", strides, "allocate it row-major")
-    if call.counts is not None:
-        checks.vector("counts", call.counts, (rows,), device)
+    known.update(rows=rows, device=call.q.device)
+
+
+def _check_room(call: Step, known: op.Extents) -> None:
+    """Checks that the workspace is large enough; how large one is that is made here."""
+    rows, columns = call.rows, call.columns
     size = Room.of(rows, columns).end
-    if call.workspace is not None:
-        checks.tensor("workspace", call.workspace, (torch.uint8,), ("bytes",), device)
-        checks.contiguous("workspace", call.workspace)
-        if call.workspace.shape[0] < size:
-            hint = f"index_topk_workspace({rows}, {columns}) says how many"
-            got = call.workspace.shape[0]
-            checks.value_error("workspace", f"{size} bytes or more", got, hint)
-    return (rows, call.k), (rows,), size
+    got = known.setdefault("bytes", size)
+    if got < size:
+        hint = f"index_topk_workspace({rows}, {columns}) says how many"
+        checks.value_error("workspace", f"{size} bytes or more", got, hint)
 
 
-def _checked(call: Step) -> Step:
-    check_shapes(call)
-    if call.out is not None:
-        checks.distinct("out", call.out)
+def _check_begin(call: Step) -> None:
+    """Checks where the workspace begins."""
     if call.workspace is not None:
         checks.aligned("workspace", call.workspace)
-    before = call.read
-    for name, value in call.written.items():
-        if value is not None:
-            checks.apart(name, value, before)
-            before = {**before, name: value}
-    return call
 
 
 @functools.lru_cache(maxsize=64)
@@ -328,27 +285,21 @@ def _launch(call: Step, ready: Ready | None) -> tuple[Chosen, Ready | None]:
     return results, ready._replace(kernel=kernel)
 
 
-def _traced(call: Step) -> Chosen:
-    """The call as an operator, for tracers."""
-    shape, vector, size = check_shapes(call)
-    given = call.q.view(torch.uint8), *call[1:-WRITTEN]
-    if all(x is None for x in call.written.values()):
-        return torch.ops.snapmla.index_topk(*given)
-    out, counts, workspace = call.out, call.counts, call.workspace
-    if out is None:
-        out = call.cache_seqlens.new_empty(shape)
-    if counts is None:
-        counts = call.cache_seqlens.new_empty(vector)
-    if workspace is None:
-        workspace = call.cache.new_empty(size)
-    torch.ops.snapmla.index_topk_out(*given, out, counts, workspace)
-    return out, counts
-
-
-def now(call: Step) -> Chosen:
-    """Checks and launches, whoever traces: what the operators do."""
-    return _launch(_checked(call), None)[0]
-
-
-_STEP = calls.Op("index_topk", _checked, _launch, _traced, _parts, _places)
-runtime.on_forget(_STEP.memo.forget)  # kernels
+STEP = op.Declared(
+    "index_topk",
+    Step,
+    ("out", "counts", "workspace"),
+    (
+        op.IntArg("k", 1, select.MAX_K),
+        _check_scoring,
+        op.TensorArg("out", _INT32, "rows k"),
+        select.check_row_major,
+        op.vector("counts", "rows"),
+        op.TensorArg("workspace", (torch.uint8,), "bytes", contiguous=True),
+        _check_room,
+    ),
+    _launch,
+    memory=_check_begin,
+    scratch=("workspace",),
+    as_bytes=("q",),
+)

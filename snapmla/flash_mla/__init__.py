@@ -304,7 +304,9 @@ def _launch(call: Given, ready: Ready | None) -> tuple[Pair, Ready | None]:
     assert found is not None  # or it is ready
     if found.reader is not None:
         found.reader.read(_records_of(metadata), lengths)
-    primary = (q, found.cache, table, lengths, found.plan, out, lse, options, None, None, None)
+    primary = attention.Call(
+        q, found.cache, table, lengths, found.plan, out, lse, options, None, None, None
+    )  # fmt: skip
     made, prepared = attention.launch_checked(primary, None)
     if not isinstance(prepared, attention.Prepared):
         return made, None

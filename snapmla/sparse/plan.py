@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast, overload
+from typing import ClassVar, Literal, overload
 
 import torch
 
@@ -106,11 +106,6 @@ class SparseOptions(PlanOptions):
     def _checked_cache_dtype(self) -> str:
         """A format that sparse attention reads."""
         return dispatch.sparse_cache_name(self.cache_dtype)
-
-    @property
-    def cache_name(self) -> str:
-        """The format."""
-        return cast(str, self.cache_dtype)
 
     def _checked_page_size(self) -> int:
         """An entry of ``indices`` names one token."""

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import torch
 
+from snapmla.dsa import select
 from snapmla.torch_ops import (
     append,
     cache_bytes,
@@ -47,7 +48,6 @@ from snapmla.torch_ops import (
     plan,
     quantize,
     records,
-    select_topk,
     sparse_decode,
     sparse_prefill,
 )
@@ -68,7 +68,7 @@ OPERATORS: tuple[Operator, ...] = (
     *merge.OPERATORS,
     *index.OPERATORS,
     *cache_bytes.OPERATORS,
-    *select_topk.OPERATORS,
+    *(Operator(*each) for each in select.SELECT.operators),
     *sparse_prefill.OPERATORS,
     *mha.OPERATORS,
 )

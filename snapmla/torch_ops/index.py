@@ -22,11 +22,6 @@ from snapmla.dsa.prologue import now as prologue_now
 from snapmla.fetch import Tokens
 from snapmla.torch_ops.operator import Operator
 
-_STEP = (
-    "Tensor q, Tensor w, Tensor cache, Tensor block_table, Tensor cache_seqlens, "
-    "Tensor? cu_seqlens_q, int k, bool slots, int? max_tokens, int? unit_rows"
-)
-
 
 def _append_index_k(
     cache: Tensor,
@@ -64,20 +59,6 @@ def _codes(q: Tensor) -> Tensor:
     """Bytes as float8, which operators do not take."""
     checks.tensor("q", q, (torch.uint8,), (*q.shape,))
     return q.view(checks.FP8)
-
-
-def _index_topk(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return step.now(step.Step(_codes(q), *rest))
-
-
-def _index_topk_out(q: Tensor, *rest: Any) -> None:
-    step.now(step.Step(_codes(q), *rest))
-
-
-def _fake_index_topk(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    call = step.Step(_codes(q), *rest)
-    shape, vector, _ = step.check_shapes(call)
-    return call.cache_seqlens.new_empty(shape), call.cache_seqlens.new_empty(vector)
 
 
 def _fetch_index_k_out(
@@ -136,11 +117,7 @@ OPERATORS = (
         "Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor(a!) out, int unit_rows) -> ()",
         _index_logits_out,
     ),
-    Operator(f"index_topk({_STEP}) -> (Tensor, Tensor)", _index_topk, _fake_index_topk),
-    Operator(
-        f"index_topk_out({_STEP}, Tensor(a!) out, Tensor(b!) counts, Tensor(c!) workspace) -> ()",
-        _index_topk_out,
-    ),
+    *(Operator(*each) for each in step.STEP.operators),
     Operator(
         "fetch_index_k_out(Tensor cache, Tensor where, Tensor? cu_seqlens, Tensor? seq_starts, "
         "Tensor(a!) keys, Tensor(b!) scales) -> ()",

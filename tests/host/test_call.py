@@ -32,6 +32,7 @@ from tests.support.wrong_arguments import BF16, NESTED, RIGHT, call, fetch_argum
 
 OURS, THEIRS = (str(Path(module.__file__ or "").parent) for module in (snapmla, softgpu))
 MOST_FUNCTIONS, MOST_FILES = 12, 5
+MOST_FILES_OF_A_PLAN = 14
 ROOM = 1 << 17  # bytes that each tensor has to itself
 QUERY = ("nope", "rope", "scale")
 PLANS = {"plan_decode", "records_to_plan"}  # ops that read lengths, whatever a decode is given
@@ -552,6 +553,19 @@ def test_what_a_repeated_call_enters() -> None:
         for _ in range(2):
             function(**given)
         assert_short(entered(functools.partial(function, **given)), function.__name__)
+
+
+@needs_compiler
+def test_what_a_plan_enters() -> None:
+    """Plans are made on every step of some engines: nothing is looked up twice."""
+    lengths = torch.tensor([300, 1000, 64, 5], dtype=torch.int32)
+    made = functools.partial(
+        snapmla.plan_decode, lengths, num_heads=16, s_q=1, page_size=64, max_pages=32
+    )
+    made()
+    found, reached = entered(made)
+    assert reached and len(found) <= 110, len(found)
+    assert len({file for file, _ in found}) <= MOST_FILES_OF_A_PLAN
 
 
 @pytest.mark.parametrize("name", ["decode", "decode_allocating", "quantize_q", "append_rows"])

@@ -21,7 +21,7 @@ from dsl_kernels.spec import VariantSpec, decode_spec
 from profiles import dispatch_data, roofline
 from profiles.shapes import DecodeShape
 from snapmla import dispatch, runtime
-from snapmla.dispatch import contest, costs
+from snapmla.dispatch import calls, contest, costs
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size
 from snapmla.dispatch.decode import REFERENCE, DecodeOp, Features, Problem
@@ -35,10 +35,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> Iterator[None]:
     """What a test changes must not have been judged before, nor be remembered after it."""
-    for kept in (contest.judge, costs.costs_of):
+    for kept in (calls.choose_known, contest.judge, costs.costs_of):
         kept.cache_clear()
     yield
-    for kept in (contest.judge, costs.costs_of):
+    for kept in (calls.choose_known, contest.judge, costs.costs_of):
         kept.cache_clear()
 
 
@@ -68,6 +68,18 @@ def predict(
 def test_choice(heads: int, s_q: int, tile: int) -> None:
     """192 rows are three blocks of 64: 44 parts of 132 SMs, where two of 128 leave 33."""
     assert chosen(heads, s_q) == ("etap", tile)
+
+
+@pytest.mark.parametrize(
+    "wish", [{"row_tile": [16]}, {"row_tile": True}, {"pipeline": ["etap"]}, {"accuracy": {}}]
+)
+def test_a_wish_that_is_no_key_is_refused_by_its_name(wish: dict[str, Any]) -> None:
+    """Known choices are kept by value and type: what cannot be a key goes through the checks."""
+    for _ in range(2):
+        chosen(16, 1)
+        with pytest.raises(ValueError, match=f"^{next(iter(wish))}: expected one of") as error:
+            dispatch.choose(CPU, 16, 1, 64, **wish)
+        assert error.value.__context__ is None
 
 
 def test_choice_obeys_wishes() -> None:

@@ -163,7 +163,7 @@ def test_nothing_is_allocated(tokens: Any, monkeypatch: pytest.MonkeyPatch) -> N
     made: list[Any] = []
     for name in ("empty", "zeros", "arange"):
         monkeypatch.setattr(torch, name, lambda *x, **_: made.append(x))
-    monkeypatch.setattr(step, "check_shapes", None)  # and it is not checked again
+    monkeypatch.setattr(step.STEP, "known", None)  # and it is not checked again
     again = index_topk(**given, **results)
     assert again[0] is out and again[1] is counts and not made
     monkeypatch.undo()

@@ -23,7 +23,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import prove
 from profiles.prove import Book, Outcome, Step
 from snapmla import dispatch, runtime
-from snapmla.dispatch import contest, costs
+from snapmla.dispatch import calls, contest, costs
 from snapmla.testing import explanations, selfcheck
 from tests.support.needs import needs_compiler, needs_kernels
 
@@ -354,7 +354,7 @@ def test_kernels_that_are_named_need_no_times(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError(f"{name} is read")
 
     monkeypatch.setattr(costs, "data", data)
-    for kept in (costs.costs_of, contest.judge):
+    for kept in (costs.costs_of, contest.judge, calls.choose_known):
         kept.cache_clear()
     for name in ("plan_decode_sm90a", "decode_etap_r16_p64_obf16_sm90a"):
         spec = VariantSpec.from_name(name)
