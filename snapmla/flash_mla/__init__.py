@@ -304,9 +304,7 @@ def _launch(call: Given, ready: Ready | None) -> tuple[Pair, Ready | None]:
     assert found is not None  # or it is ready
     if found.reader is not None:
         found.reader.read(_records_of(metadata), lengths)
-    primary = attention.Call(
-        q, found.cache, table, lengths, found.plan, out, lse, options, None, None, None
-    )  # fmt: skip
+    primary = (q, found.cache, table, lengths, found.plan, out, lse, options, None, None, None)
     made, prepared = attention.launch_checked(primary, None)
     if not isinstance(prepared, attention.Prepared):
         return made, None
