@@ -142,6 +142,13 @@ class Record:
         """Whether a scale cannot but be a power of two."""
         return self.scale is not None and self.scale.dtype == "ue8m0"
 
+    @property
+    def arrangement(self) -> tuple[str, int, str]:
+        """What kernels of attention over bytes are told apart by: dtype of scales, channels that
+        share one, where RoPE is (``own`` bytes, which V has not; ``in v``, too; ``none`` apart)."""
+        rope = "none" if self.rope is None else "in v" if self.rope_in_v else "own"
+        return "" if self.scale is None else self.scale.dtype, self.group, rope
+
     def begins(self, plane: int) -> int:
         """Bytes of a token in the planes before one: times P, where that begins in its page."""
         return sum(self.planes[:plane])

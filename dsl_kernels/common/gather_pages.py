@@ -28,7 +28,6 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
 from .. import compat
-from ..cache_records.ds_mla import ROPE_AT
 from ..dims import KV_LORA_RANK as D
 from .barriers import Ring
 from .gather import CHUNK, HALF, LINE, copy
@@ -139,7 +138,11 @@ class GatherPages(FromPages, GatherRecords):
     """``GatherRecords`` whose rows come from pages."""
 
     def _lines(self, planes, at_c, at_r, page, offset, first):
-        """As the base class', but an address serves RoPE, too."""
+        """As the base class', but an address serves RoPE, too, if there is some."""
+        if not self.rope:
+            super()._lines(planes, at_c, at_r, page, offset, first)
+            return
+        rope_ahead = self.record.rope.at - self.record.content.at
         for k in range(2):
             of = self._held(page, offset, first + 4 * k)
             source, size = self._source(planes[0], *of, CHUNK)
@@ -147,4 +150,4 @@ class GatherPages(FromPages, GatherRecords):
             for block in range(D // LINE):
                 ahead = block * LINE
                 copy(target, source, size, to=to + block * (self.work.tile * LINE), ahead=ahead)
-            copy(at_r ^ (k * HALF), source, size, to=to, ahead=ROPE_AT)
+            copy(at_r ^ (k * HALF), source, size, to=to, ahead=rope_ahead)

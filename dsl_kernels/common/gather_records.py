@@ -26,7 +26,7 @@ until this one has landed | proxy fence | ``on_full`` | full
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,12 +34,14 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
 
 from .. import compat
-from ..cache_records.ds_mla import GROUPS, ROPE_AT, SCALES_AT
 from . import budget as bud
 from .barriers import Ring
 from .gather import ANNOUNCER, CHUNK, Q_WARP, GatherRows, Plane, TokenLists
 from .gather import GROUPS as THIRDS
 from .loader import Feed, Readers
+
+if TYPE_CHECKING:
+    from ..cache_records.record import Record
 
 HALVES = {0: (0, 4), Q_WARP: (4, 6), 3: (6, 8)}  # groups by warp, the first half one's
 
@@ -64,15 +66,18 @@ class GatherRecords(GatherRows):
     Its ``on_full`` is ``on_full(stage, named, top)``, by all lanes of the announcer: lane l has
     tokens 2 l and 2 l + 1, ``named`` says which of them are there, ``top`` is what the call for the
     item's tile before returned, 0 for the first.  Returned is the next ``top``.
+
+    Attributes:
+        record: which says where a token's fields are.
     """
 
-    scale_bytes = 4 * GROUPS
-
     def __init__(
-        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool,
-        halves: bool,
+        self, work: TokenLists, *, record: Record, stages: int, q_stages: int, readers: Readers,
+        by_lines: bool, halves: bool,
     ):  # fmt: skip
         super().__init__(work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines)
+        self.record, self.scale_bytes = record, record.scale_bytes
+        self.rope = record.rope is not None
         self.halves, self.of_warps = halves, HALVES if halves else THIRDS
         self.first_half = Ring("first_half", stages, readers)
 
@@ -119,9 +124,13 @@ class GatherRecords(GatherRows):
 
     def _planes(self, cache, lane):
         """``Plane`` of content, RoPE, scales."""
-        rows, of_line = cache.source.rows, lane % 8 * CHUNK
-        starts = of_line if self.by_lines else lane * CHUNK, ROPE_AT + of_line, SCALES_AT
-        return tuple(Plane.of(rows, 1, start) for start in starts)
+        rows, record, of_line = cache.source.rows, self.record, lane % 8 * CHUNK
+        own = of_line if self.by_lines else lane * CHUNK
+        if record.content.at:
+            own = record.content.at + own
+        content = Plane.of(rows, 1, own)
+        rope = Plane.of(rows, 1, record.rope.at + of_line) if self.rope else content
+        return content, rope, Plane.of(rows, 1, record.scale.at)
 
     @cute.jit
     def run(self, warp, feed, tile_of_q, on_full):

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from .. import compat
-from ..cache_records.v4 import RECORD, ROPE, SCALE_BYTES
+from ..cache_records.v4 import RECORD, ROPE
 from ..dims import QK_ROPE_HEAD_DIM as R
 from .gather import CHUNK, GROUP, HALF, LINE, Plane, TokenLists, copy
 from .gather_records import GatherRecords
@@ -99,13 +99,7 @@ class TwoLists(TokenLists):
 
 
 class GatherTwo(GatherRecords):
-    """``GatherRecords`` of two caches.
-
-    Attributes:
-        record: of both.
-    """
-
-    record = RECORD
+    """``GatherRecords`` of two caches of one format."""
 
     # ---------------------------------------------------------------- lists
 
@@ -178,8 +172,6 @@ class GatherTwo(GatherRecords):
 
 class GatherV4(GatherTwo):
     """``GatherTwo`` of V4's pages."""
-
-    scale_bytes = SCALE_BYTES
 
     def _targets(self, st, first, lane):
         """The base class' and, last, where the half line of the first of four rows goes."""

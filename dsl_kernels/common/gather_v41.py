@@ -7,29 +7,14 @@ own or behind its content: two byte orders, which differ in where the planes beg
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Int32
 
-from ..cache_records.record import Record
-from ..cache_records.v41 import SCALES
 from .gather_records import GatherRecords
 from .gather_v4 import SECOND, GatherTwo
 
 
 class GatherV41(GatherTwo):
-    """``GatherTwo`` of V4.1's tokens.
-
-    Attributes:
-        record: which says the byte order.
-    """
-
-    rope = False
-    scale_bytes = SCALES
-
-    def __init__(self, work: Any, record: Record, **options: Any):
-        super().__init__(work, **options)
-        self.record = record
+    """``GatherTwo`` of V4.1's tokens."""
 
     def _copy(self, to, planes, stage, page, offset, groups, lane):
         """A warp's rows of a tile: the lanes hold (page, offset) of theirs, all of one cache."""

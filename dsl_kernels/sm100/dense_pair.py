@@ -112,7 +112,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return DenseEntry(DensePair(spec)), DenseEntry.fake_args(spec)
+    return DenseEntry.exported(DensePair(spec))
 
 
 class DensePair:

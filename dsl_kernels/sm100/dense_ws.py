@@ -119,7 +119,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return DenseEntry(DenseWs(spec)), DenseEntry.fake_args(spec)
+    return DenseEntry.exported(DenseWs(spec))
 
 
 class DenseWs:

@@ -175,7 +175,7 @@ def loads_of(spec: VariantSpec) -> PairTma:
 
 
 def build(spec: VariantSpec):
-    return Fp8Entry(Pair(spec)), Fp8Entry.fake_args(spec)
+    return Fp8Entry.exported(Pair(spec))
 
 
 class Cta(NamedTuple):

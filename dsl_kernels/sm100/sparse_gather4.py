@@ -61,7 +61,7 @@ def loads_of(spec: VariantSpec) -> Gather4:
 
 
 def build(spec: VariantSpec):
-    return SparseEntry(SparseGather4(spec)), SparseEntry.fake_args(spec)
+    return SparseEntry.exported(SparseGather4(spec))
 
 
 class SparseGather4(Ws):

@@ -64,7 +64,7 @@ def loads_of(spec: VariantSpec) -> GatherThroughRing:
 
 
 def build(spec: VariantSpec):
-    return SparseEntry(SparseWs(spec)), SparseEntry.fake_args(spec)
+    return SparseEntry.exported(SparseWs(spec))
 
 
 class SparseWs(Ws):

@@ -79,7 +79,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return DenseEntry(Decode(spec, Split(spec))), DenseEntry.fake_args(spec)
+    return DenseEntry.exported(Decode(spec, Split(spec)))
 
 
 class Split:

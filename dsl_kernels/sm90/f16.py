@@ -100,7 +100,7 @@ def build(spec: VariantSpec):
     entry = SparseEntry if spec.op == "sparse_decode" else Fp8Entry
     parts = parts_of(spec)
     pipeline = F16(parts, F16Softmax(parts), budget(spec))
-    return entry(Decode(spec, pipeline)), entry.fake_args(spec)
+    return entry.exported(Decode(spec, pipeline))
 
 
 class F16(Mix16):

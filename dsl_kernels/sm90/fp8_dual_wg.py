@@ -118,7 +118,7 @@ def parts_of(spec: VariantSpec) -> Parts:
 
 
 def build(spec: VariantSpec):
-    return Fp8Entry(Decode(spec, DualWg(spec))), Fp8Entry.fake_args(spec)
+    return Fp8Entry.exported(Decode(spec, DualWg(spec)))
 
 
 class DualWg:

@@ -131,7 +131,7 @@ def parts_of(spec: VariantSpec) -> Parts:
 
 
 def build(spec: VariantSpec):
-    return Fp8Entry(Decode(spec, Etap(spec))), Fp8Entry.fake_args(spec)
+    return Fp8Entry.exported(Decode(spec, Etap(spec)))
 
 
 class Etap:

@@ -60,7 +60,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..cache_records.ds_mla import GROUPS, RECORD
+from ..cache_records.ds_mla import GROUPS
 from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..common.smem import array, staged, struct_of
@@ -144,7 +144,7 @@ def barriers_of(spec: VariantSpec, parts: Parts) -> tuple[bud.Barrier, ...]:
 def build(spec: VariantSpec):
     parts = parts_of(spec)
     pipeline = Mix16(parts, softmax_of(spec, MixSoftmax)(parts), budget(spec))
-    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)
+    return RecordEntry.exported(Decode(spec, pipeline))
 
 
 class Mix16(ProductsOfV):

@@ -93,18 +93,19 @@ class ContentSoftmax(MixSoftmax):
 
 
 def budget_of(
-    spec: VariantSpec, parts: ContentParts, registers: dict, stage_bytes: int, k_step: int = D
+    spec: VariantSpec, parts: ContentParts, registers: dict, made_bytes: int, k_step: int = D
 ) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA.
 
     Args:
         registers: of producers, softmax, P.V, by rows.
-        stage_bytes: of a KV tile in shared memory, with what is made of scales.
+        made_bytes: of what is made of a token's scales, in shared memory.
         k_step: channels of K that one sum has.
     """
     rows = spec.row_tile
     producer, softmax, pv = registers[rows]
-    tiles = parts.stages * stage_bytes + rows * 2 * (parts.q_stages * D + P_STAGES * TILE)
+    token = D + spec.record.scale_bytes + made_bytes
+    tiles = parts.stages * TILE * token + rows * 2 * (parts.q_stages * D + P_STAGES * TILE)
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers", producer),

@@ -11,12 +11,9 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..cache_records.nope import GROUPS, RECORD
-from ..common.gather_records import GatherRecords
 from ..dims import KV_LORA_RANK as D
-from ..dims import TOKEN_TILE as TILE
 from ..smxx.entry import RecordEntry
 from . import mix16
 from .decode import Decode
@@ -26,6 +23,7 @@ from .mix16_content import (
     budget_of,
     infeasible_because,
 )
+from .mix16_parts import GROUPS
 from .roles import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -33,20 +31,7 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 REGISTERS = mix16.REGISTERS
-STAGE_BYTES = TILE * (
-    RECORD.token_bytes + 4 * (4 + GROUPS + GROUPS // 2)
-)  # with what is made of scales
-
-
-class GatherNope(GatherRecords):
-    """``GatherRecords`` of rows without RoPE."""
-
-    rope = False
-
-
-def parts_of(spec: VariantSpec, **members: Any) -> ContentParts:
-    """What the pipeline is composed of; ``members``: what is not as over lists."""
-    return mix16.parts_of(spec, ContentParts, **{"loader": GatherNope, **members})
+MADE_BYTES = 4 * (4 + GROUPS + GROUPS // 2)  # of what is made of a token's scales
 
 
 def budget(
@@ -55,8 +40,8 @@ def budget(
     """Warpgroups, registers, barriers, shared memory of a CTA; ``registers``: of producers,
     softmax, P.V, by rows."""
     k_step = D // GROUPS if spec.row_tile <= FEW_ROWS else D
-    own = parts_of(spec) if parts is None else parts
-    return budget_of(spec, own, registers or REGISTERS, STAGE_BYTES, k_step)
+    own = mix16.parts_of(spec, ContentParts) if parts is None else parts
+    return budget_of(spec, own, registers or REGISTERS, MADE_BYTES, k_step)
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -65,6 +50,6 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def build(spec: VariantSpec):
-    parts = parts_of(spec)
+    parts = mix16.parts_of(spec, ContentParts)
     pipeline = mix16.Mix16(parts, ContentSoftmax(parts), budget(spec))
-    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)
+    return RecordEntry.exported(Decode(spec, pipeline))

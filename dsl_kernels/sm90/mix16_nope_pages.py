@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import compat
-from ..cache_records.nope import RECORD
-from ..common.gather_pages import AnyPages, FromPages
-from ..common.types import U8
+from ..common.gather_pages import AnyPages, GatherPages
 from ..smxx.entry import PagedRecordEntry
 from . import mix16, mix16_nope
 from .decode import Decode
 from .mix16_content import ContentParts, ContentSoftmax, infeasible_because
 from .mix16_limits import RowLimits
-from .mix16_nope import GatherNope
 from .mix16_pages import REGISTERS, QuietRecords
 
 if TYPE_CHECKING:
@@ -29,14 +25,10 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 
-class GatherNopePages(FromPages, GatherNope):
-    """``GatherNope`` whose rows come from pages."""
-
-
 def parts_of(spec: VariantSpec) -> ContentParts:
     """What the pipeline is composed of."""
-    return mix16_nope.parts_of(
-        spec, work=AnyPages, loader=GatherNopePages, quiet=QuietRecords,
+    return mix16.parts_of(
+        spec, ContentParts, work=AnyPages, loader=GatherPages, quiet=QuietRecords,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
 
@@ -52,7 +44,6 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def build(spec: VariantSpec):
-    cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), RECORD.token_bytes))
     parts = parts_of(spec)
     decode = Decode(spec, mix16.Mix16(parts, ContentSoftmax(parts), budget(spec)))
-    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)
+    return PagedRecordEntry.exported(decode)

@@ -26,10 +26,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from .. import compat
-from ..cache_records.ds_mla import GROUPS, RECORD, ROW_BYTES
+from ..cache_records.ds_mla import GROUPS
 from ..common.gather_pages import AnyPages, GatherPages
-from ..common.types import U8, U32
+from ..common.types import U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.entry import PagedRecordEntry
@@ -67,13 +66,12 @@ def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    cache = compat.rows(U8, (compat.sym(name="pages"), compat.sym(name="P"), ROW_BYTES))
     parts = mix16.parts_of(
         spec, work=AnyPages, loader=GatherPages, quiet=QuietRecords,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
     decode = Decode(spec, mix16.Mix16(parts, MixSoftmax(parts), budget(spec)))
-    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)
+    return PagedRecordEntry.exported(decode)
 
 
 class QuietRecords:

@@ -523,7 +523,7 @@ class Parts:
             self.q_format, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )
         self.loads = loader(
-            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
+            self.work, record=spec.record, stages=stages, q_stages=q_stages, readers=K_READERS,
             by_lines=self.whole_lines or bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales, self.queries = scales(stages, quiet), queries(self.rows)

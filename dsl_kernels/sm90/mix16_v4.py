@@ -37,7 +37,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..cache_records.v4 import RECORD
 from ..common import budget as bud
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
@@ -92,4 +91,4 @@ def budget(spec: VariantSpec) -> bud.Budget:
 def build(spec: VariantSpec):
     parts = mix16.parts_of(spec, V4Parts)
     pipeline = ProductsOfV4(parts, softmax_of(spec, V4Softmax)(parts), budget(spec))
-    return TwoListEntry(Decode(spec, pipeline)), TwoListEntry.fake_args(spec, RECORD)
+    return TwoListEntry.exported(Decode(spec, pipeline))

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
-from ..cache_records import v41
 from ..cache_records.v41 import GROUP, SCALES
 from ..common.gather import CHUNK
 from ..common.gather_v4 import TwoLists
@@ -49,12 +48,10 @@ if TYPE_CHECKING:
 
 # Of producers, softmax, P.V, by rows
 REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
-RECORDS = {record.name: record for record in (v41.PLANAR, v41.ROWS)}
 QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
 V41_SCALES = functools.partial(PowerScales, groups=SCALES, words=WORDS, quads=QUADS)
-# Of a KV tile in shared memory, with what is made of scales.
-STAGE_BYTES = TILE * (v41.ROWS.token_bytes + 4 * (4 + WORDS + SCALES // 2))
+MADE_BYTES = 4 * (4 + WORDS + SCALES // 2)  # of what is made of a token's scales
 UNIT_STEPS = {16: 8, 32: 8, 64: 4}  # k steps of Q.K that are converted at once, by rows
 WARP_GROUPS = 64 // GROUP  # of a P.V warp's channels
 
@@ -109,16 +106,15 @@ class Mix16V41(mix16.Mix16):
         return tile._replace(group=SCALES // 2 * half + WARP_GROUPS * wwarp)
 
 
-def parts_of(spec: VariantSpec, loader: Any = GatherV41, **members: Any) -> ContentParts:
-    """What the pipeline is composed of; ``loader`` and ``members``: what is not as over lists."""
-    own = functools.partial(loader, record=RECORDS[spec.cache_dtype])
-    members = {"work": TwoLists, "scales": V41_SCALES, **members}
-    return mix16.parts_of(spec, ContentParts, loader=own, **members)
+def parts_of(spec: VariantSpec, **members: Any) -> ContentParts:
+    """What the pipeline is composed of; ``members``: what is not as over lists."""
+    own = {"work": TwoLists, "loader": GatherV41, "scales": V41_SCALES}
+    return mix16.parts_of(spec, ContentParts, **{**own, **members})
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return budget_of(spec, parts_of(spec), REGISTERS, STAGE_BYTES)
+    return budget_of(spec, parts_of(spec), REGISTERS, MADE_BYTES)
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -128,5 +124,4 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def build(spec: VariantSpec):
     parts = parts_of(spec)
-    entry = TwoListEntry(Decode(spec, Mix16V41(parts, V41Softmax(parts), budget(spec))))
-    return entry, entry.fake_args(spec, RECORDS[spec.cache_dtype])
+    return TwoListEntry.exported(Decode(spec, Mix16V41(parts, V41Softmax(parts), budget(spec))))

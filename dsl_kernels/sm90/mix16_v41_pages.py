@@ -19,14 +19,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from ..cache_records import v41
 from ..cache_records.v41 import GROUP
 from ..common.gather_pages import AnyPages
-from ..common.gather_pages_v41 import GatherPagesV41
+from ..common.gather_pages_two import of_pages
+from ..common.gather_v41 import GatherV41
 from ..common.types import U32
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.entry import PagedRecordEntry, bytes_of_pages
+from ..smxx.entry import PagedRecordEntry
 from . import mix16_v41
 from .decode import Decode
 from .mix16_content import ContentParts, budget_of, infeasible_because
@@ -84,13 +84,17 @@ UNIT_STEPS = {**mix16_v41.UNIT_STEPS, 16: 4}  # more spill 12 bytes
 def parts_of(spec: VariantSpec) -> ContentParts:
     """What the pipeline is composed of."""
     return mix16_v41.parts_of(
-        spec, GatherPagesV41, work=AnyPages, quiet=QuietV41, limits=RowLimits(spec.row_tile)
+        spec,
+        loader=of_pages(GatherV41),
+        work=AnyPages,
+        quiet=QuietV41,
+        limits=RowLimits(spec.row_tile),
     )
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return budget_of(spec, parts_of(spec), REGISTERS, mix16_v41.STAGE_BYTES)
+    return budget_of(spec, parts_of(spec), REGISTERS, mix16_v41.MADE_BYTES)
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -102,5 +106,4 @@ def build(spec: VariantSpec):
     parts = parts_of(spec)
     softmax = V41Softmax(parts, UNIT_STEPS)
     decode = Decode(spec, Mix16V41(parts, softmax, budget(spec)))
-    cache = bytes_of_pages(v41.ROWS)
-    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, v41.ROWS.channels)
+    return PagedRecordEntry.exported(decode)

@@ -16,14 +16,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from ..cache_records.v4 import GROUPS, RECORD
+from ..cache_records.v4 import GROUPS
 from ..common.gather_pages import AnyPages
-from ..common.gather_pages_v4 import GatherPagesV4
-from ..common.gather_v4 import LINES
+from ..common.gather_pages_two import of_pages
+from ..common.gather_v4 import LINES, GatherV4
 from ..common.types import U32
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.entry import PagedRecordEntry, bytes_of_pages
+from ..smxx.entry import PagedRecordEntry
 from . import mix16, mix16_v4
 from .decode import Decode, infeasible
 from .mix16_limits import RowLimits
@@ -49,12 +49,11 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def build(spec: VariantSpec):
     parts = mix16.parts_of(
-        spec, V4Parts, work=AnyPages, loader=GatherPagesV4, quiet=QuietV4,
+        spec, V4Parts, work=AnyPages, loader=of_pages(GatherV4), quiet=QuietV4,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
     decode = Decode(spec, ProductsOfV4(parts, V4Softmax(parts), budget(spec)))
-    cache = bytes_of_pages(RECORD)
-    return PagedRecordEntry(decode), PagedRecordEntry.fake_args(spec, cache, RECORD.channels)
+    return PagedRecordEntry.exported(decode)
 
 
 class QuietV4:

@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
-from ..cache_records.ds_mla import GROUPS, RECORD
+from ..cache_records.ds_mla import GROUPS
 from ..common import budget as bud
 from ..common.types import BF16, F8, U32
 from ..common.work_list import LOG2E
@@ -82,7 +82,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 def build(spec: VariantSpec):
     parts = mix16.parts_of(spec, queries=QueryE4m3, scales=FencedScales)
     pipeline = mix16.Mix16(parts, softmax_of(spec, Fp8Scores)(parts), budget(spec))
-    return RecordEntry(Decode(spec, pipeline)), RecordEntry.fake_args(spec, RECORD)
+    return RecordEntry.exported(Decode(spec, pipeline))
 
 
 @compat.dsl_user_op

@@ -27,4 +27,4 @@ feasible, budget = fp8_etap.feasible, fp8_etap.budget
 
 
 def build(spec: VariantSpec):
-    return SparseEntry(Decode(spec, fp8_etap.Etap(spec))), SparseEntry.fake_args(spec)
+    return SparseEntry.exported(Decode(spec, fp8_etap.Etap(spec)))

@@ -13,7 +13,7 @@ Fakes are symbolic arguments by name, groups of them in the order that all entri
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -25,6 +25,9 @@ from ..common.work_list import Call, rows_of_each
 from ..dims import ITEM_WORDS, KV_LORA_RANK, MERGE
 from . import merge
 from .coverage import Listed
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 Fakes = dict[str, Any]
 
@@ -45,6 +48,16 @@ class Entry:
 
     def __init__(self, decode: Any):
         self.decode = decode
+
+    @classmethod
+    def exported(cls, decode: Any) -> tuple[Any, Fakes]:
+        """The function of a kernel, and symbolic arguments."""
+        return cls(decode), cls.fake_args(decode.spec)
+
+    @staticmethod
+    def fake_args(spec: VariantSpec) -> Fakes:
+        """Symbolic arguments by name, in the order of ``__call__``."""
+        raise NotImplementedError
 
     def tensor_maps(self, queries: tuple, cache: tuple) -> Tma:
         """``Tma`` of the planes of the queries (b, s_q, h, width) and of the cache."""

@@ -221,13 +221,12 @@ class RecordEntry(Entry):
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 
     @staticmethod
-    def fake_args(spec: VariantSpec, record: Record) -> Fakes:
+    def fake_args(spec: VariantSpec) -> Fakes:
         """Symbolic arguments by name, in the order of ``__call__``; ``indices``: (b_q, s_q,
         topk)."""
-        at = Extents.fake()
-        shape = compat.sym(name="pages"), compat.sym(name="P"), record.token_bytes
+        at, record = Extents.fake(), spec.record
         return {
-            **_two_queries(at), "cache": compat.rows(U8, shape),
+            **_two_queries(at), "cache": _bytes(record),
             **entries(at, "indices", "topk"), **lengths(at), **sink(),
             **plan_and_results(at, compat.dtype(spec.out_dtype)), **scalars(causal=False),
             **_query_strides(record),
@@ -264,17 +263,17 @@ class TwoListEntry(Entry):
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 
     @staticmethod
-    def fake_args(spec: VariantSpec, record: Record) -> Fakes:
+    def fake_args(spec: VariantSpec) -> Fakes:
         """Symbolic arguments by name, in the order of ``__call__``.
 
         Lists are (b_q, s_q, topk); without a second cache ``extra_indices`` is (b_q, s_q, 0),
         ``extra_length`` (0,) and ``extra_cache`` the first cache.
         """
-        at = Extents.fake()
+        at, record = Extents.fake(), spec.record
         return {
-            **_two_queries(at), "cache": bytes_of_pages(record),
+            **_two_queries(at), "cache": _bytes(record),
             **entries(at, "indices", "topk"), **lengths(at),
-            "extra_cache": bytes_of_pages(record, "extra_"),
+            "extra_cache": _bytes(record, "extra_"),
             **entries(at, "extra_indices", "extra_topk"),
             "extra_length": compat.vector(Int32, compat.sym(name="b_or_0")), **sink(),
             **plan_and_results(at, compat.dtype(spec.out_dtype)), **scalars(causal=False),
@@ -306,14 +305,13 @@ class PagedRecordEntry(Entry):
         launch(self.decode, tma, gmem, call, None, split_begin, units, may_split, stream)
 
     @staticmethod
-    def fake_args(spec: VariantSpec, cache: Any, channels: int) -> Fakes:
-        """Symbolic arguments by name, in the order of ``__call__``; ``cache``: the fake of its
-        bytes (pages, P, bytes of a token); ``channels``: of a query."""
-        at = Extents.fake()
+    def fake_args(spec: VariantSpec) -> Fakes:
+        """Symbolic arguments by name, in the order of ``__call__``."""
+        at, record = Extents.fake(), spec.record
         return {
-            "q": compat.contiguous(BF16, (*at.rows, channels)), "cache": cache,
-            **paged(at), **plan_and_results(at, compat.dtype(spec.out_dtype)),
-            **scalars(causal=True),
+            "q": compat.contiguous(BF16, (*at.rows, record.channels)),
+            "cache": _bytes(record), **paged(at),
+            **plan_and_results(at, compat.dtype(spec.out_dtype)), **scalars(causal=True),
         }  # fmt: skip
 
 
@@ -342,7 +340,12 @@ def _query_strides(record: Record) -> Fakes:
     return {name: Int64(record.channels) for name in ("q_stride", "q_rope_stride")}
 
 
-def bytes_of_pages(record: Record, prefix: str = "") -> Any:
-    """Fake of a cache, bytes (pages, P, those of a token) whose pages lie at multiples of 16."""
+def _bytes(record: Record, prefix: str = "") -> Any:
+    """Fake of a cache, bytes (pages, P, those of a token).
+
+    Rows lie anywhere; formats of two lists have whole pages, which lie at multiples of 16 bytes.
+    """
     shape = (compat.sym(name=f"{prefix}pages"), compat.sym(name=f"{prefix}P"), record.token_bytes)
+    if not record.two_lists:
+        return compat.rows(U8, shape)
     return compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), record.token_bytes, 1))
