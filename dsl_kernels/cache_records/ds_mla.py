@@ -34,6 +34,7 @@ RECORD = Record(
     least_scale=LEAST_SCALE,
     zero_scale=ZEROS,
     sparse="mix16",
+    shipped=True,
     element="uint8",
     about="a cache of format 'fp8_ds_mla'",
     parts=("kv",),

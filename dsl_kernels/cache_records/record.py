@@ -64,6 +64,7 @@ class Record:
     Attention:
         rope_in_v: whether V has the RoPE channels, too: else V is ``content``.
         sparse: pipeline of sparse decode that reads it, empty if none does.
+        shipped: whether its kernels of sparse decode are in the default matrix.
         two_lists: whether a query token may have a second list there, over a second cache.
 
     Hosts:
@@ -109,6 +110,7 @@ class Record:
     rope_scaled: bool = False
     rope_in_v: bool = False
     sparse: str = ""
+    shipped: bool = False
     two_lists: bool = False
     rows: bool = False
     quantized_query: bool = False

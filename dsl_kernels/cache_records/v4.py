@@ -34,6 +34,7 @@ RECORD = Record(
     page_multiple=576,
     rope_in_v=True,
     sparse="mix16",
+    shipped=True,
     two_lists=True,
     element="uint8",
     about="a cache of format 'fp8_v4'",

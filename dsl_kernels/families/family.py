@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .formats import DEFAULT, FORMATS
+from .formats import DEFAULT, EVERY, IN_16_BITS
 
 REQUIRED: Any = object()  # "default" of an axis that every spec must give
 
@@ -30,7 +30,7 @@ class Axis:
 
     name: str
     letters: str
-    values: tuple[Any, ...]
+    values: Sequence[Any]
     default: Any = REQUIRED
     named: bool = True
 
@@ -94,7 +94,7 @@ class Family:
     module: Callable[[str, Values], str | None]
     points: Callable[[str], Iterator[Values]]
     kind: str = HELPER
-    formats: tuple[str, ...] = ()
+    formats: Sequence[str] = ()
     token_tile: Callable[[str, Values], int] | None = None
     item_overhead: int = ITEM_OVERHEAD
     everyday: tuple[Values, ...] | None = None
@@ -154,5 +154,5 @@ IN_DTYPE = Axis("in_dtype", "x", ("bf16", "f16", "f32"), "bf16")
 ROPE_STYLE = Axis("rope_style", "", ("applied", "interleaved", "neox"), "applied", named=False)
 COS_SIN_DTYPE = Axis("cos_sin_dtype", "cs", ("f32", "bf16", "f16"), "f32", named=False)
 # How a paged cache stores tokens: a helper that takes not all formats has an axis of its own.
-CACHE_DTYPE = Axis("cache_dtype", "kv", tuple(FORMATS), DEFAULT, named=False)
-ROWS = tuple(name for name, each in FORMATS.items() if each.rows)  # of 16 bits
+CACHE_DTYPE = Axis("cache_dtype", "kv", EVERY, DEFAULT, named=False)
+ROWS = IN_16_BITS

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cache_records.record import Record
 from ..dims import TOKEN_TILE
 from .family import DECODE, Axis, Family, Values
+from .formats import FORMATS as ALL
+from .formats import ROWS_OF_BYTES, Names
 from .sparse_decode import FAMILY as SPARSE
 from .sparse_decode import ROW_TILES
 
 PIPELINE = "mix16"  # several scales a token, 16-bit products
-FORMATS = ("fp8_ds_mla", "fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
+FORMATS = Names(lambda each: each.named and each.sparse)
 
 SHARED = ("stages", "stamps", "cluster", "halves", "p_terms")
 
@@ -22,15 +25,19 @@ AXES = (
     *(axis for axis in SPARSE.axes if axis.name in SHARED),
     # 1: a copy takes a line of four rows, not a row, for which few rows' loader has no registers
     Axis("lines", "ln", (1,), 1, named=False),
-    Axis("cache_dtype", "kv", FORMATS, FORMATS[0], named=False),
+    Axis("cache_dtype", "kv", FORMATS, ROWS_OF_BYTES, named=False),
 )
-MODULES = {
-    ("sm_90a", "fp8_ds_mla"): "dsl_kernels.sm90.mix16_pages",
-    ("sm_90a", "fp8_v4"): "dsl_kernels.sm90.mix16_v4_pages",
-    ("sm_90a", "fp8_v41_planar"): "dsl_kernels.sm90.mix16_v41_pages",
-    ("sm_90a", "fp8_v41_rows"): "dsl_kernels.sm90.mix16_v41_pages",
-    ("sm_90a", "fp8_nope"): "dsl_kernels.sm90.mix16_nope_pages",
+MODULES = {  # by ``Record.arrangement``
+    ("sm_90a", ("f32", 128, "own")): "dsl_kernels.sm90.mix16_pages",
+    ("sm_90a", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.mix16_v4_pages",
+    ("sm_90a", ("ue8m0", 32, "none")): "dsl_kernels.sm90.mix16_v41_pages",
+    ("sm_90a", ("f32", 128, "none")): "dsl_kernels.sm90.mix16_nope_pages",
 }
+
+
+def module_of(arch: str, record: Record) -> str | None:
+    """The kernel module that reads a cache of bytes, None if there is none."""
+    return MODULES.get((arch, record.arrangement))
 
 
 def points(_arch: str) -> Iterator[Values]:
@@ -41,7 +48,7 @@ def points(_arch: str) -> Iterator[Values]:
 FAMILY = Family(
     "record_decode",
     AXES,
-    module=lambda arch, values: MODULES.get((arch, values["cache_dtype"])),
+    module=lambda arch, values: module_of(arch, ALL[values["cache_dtype"]]),
     points=points,
     kind=DECODE,
     formats=FORMATS,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cache_records.record import Record
 from ..dims import TOKEN_TILE
 from .family import DECODE, OUT_DTYPE, Axis, Family, Values
+from .formats import BYTES, DEFAULT, FORMATS, ROWS_OF_BYTES, SPARSE
 
 PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
@@ -15,8 +17,9 @@ PIPELINES = (
     "f16",  # a scale a token (cache "fp8"), 16-bit products
     "ws",  # as etap, of SM100
 )
+OVER_BYTES = ("mix16", "mix8")
 # The cache that a pipeline reads unless another one is named.
-CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "mix8": "fp8_ds_mla", "f16": "fp8", "ws": "fp8"}
+CACHES = {**dict.fromkeys(PIPELINES, DEFAULT), **dict.fromkeys(OVER_BYTES, ROWS_OF_BYTES)}
 # Query heads that a CTA owns.
 ROW_TILES = {**dict.fromkeys(PIPELINES, (16, 32, 64)), "mix8": (64,), "ws": (64,)}
 ON_REQUEST = ("mix8",)  # in no default matrix
@@ -43,43 +46,53 @@ AXES = (
     Axis(
         "cache_dtype",
         "kv",
-        ("fp8", "fp8_ds_mla", "fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope"),
+        SPARSE,
         lambda values: CACHES[values["pipeline"]],
         named=False,
     ),
     # by what tokens of ws are gathered: TMA's gather4 is built when it is asked for
     Axis("loads", "", ("cp_async", "gather4"), "cp_async", named=False),
 )
-MODULES = {
-    ("sm_100a", "ws", "fp8"): "dsl_kernels.sm100.sparse_ws",
-    ("sm_90a", "etap", "fp8"): "dsl_kernels.sm90.sparse_etap",
-    ("sm_90a", "f16", "fp8"): "dsl_kernels.sm90.f16",
-    ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
-    ("sm_90a", "mix8", "fp8_ds_mla"): "dsl_kernels.sm90.mix8",
-    ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",
-    ("sm_90a", "mix16", "fp8_v41_planar"): "dsl_kernels.sm90.mix16_v41",
-    ("sm_90a", "mix16", "fp8_v41_rows"): "dsl_kernels.sm90.mix16_v41",
-    ("sm_90a", "mix16", "fp8_nope"): "dsl_kernels.sm90.mix16_nope",
+MODULES = {  # over the FP8 cache
+    ("sm_100a", "ws"): "dsl_kernels.sm100.sparse_ws",
+    ("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap",
+    ("sm_90a", "f16"): "dsl_kernels.sm90.f16",
+}
+BYTE_MODULES = {  # over bytes, by ``Record.arrangement``
+    ("sm_90a", "mix16", ("f32", 128, "own")): "dsl_kernels.sm90.mix16",
+    ("sm_90a", "mix8", ("f32", 128, "own")): "dsl_kernels.sm90.mix8",
+    ("sm_90a", "mix16", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.mix16_v4",
+    ("sm_90a", "mix16", ("ue8m0", 32, "none")): "dsl_kernels.sm90.mix16_v41",
+    ("sm_90a", "mix16", ("f32", 128, "none")): "dsl_kernels.sm90.mix16_nope",
 }
 
 
+def module_of(arch: str, pipeline: str, record: Record) -> str | None:
+    """The kernel module of a pipeline over a cache, None if there is none."""
+    if record.named:
+        return BYTE_MODULES.get((arch, pipeline, record.arrangement)) if record.sparse else None
+    return MODULES.get((arch, pipeline)) if record.name == CACHES[pipeline] else None
+
+
 def _module(arch: str, values: Values) -> str | None:
-    found = MODULES.get((arch, values["pipeline"], values["cache_dtype"]))
+    found = module_of(arch, values["pipeline"], FORMATS[values["cache_dtype"]])
     if values["loads"] == "cp_async":
         return found
     return "dsl_kernels.sm100.sparse_gather4" if values["pipeline"] == "ws" and found else None
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Every row tile; of the FP8 cache also with fp32 results; V4's pages.  Not ``ON_REQUEST``."""
-    own = [p for p in PIPELINES if (arch, p, CACHES[p]) in MODULES and p not in ON_REQUEST]
+    """Every row tile; of the FP8 cache also with fp32 results; of bytes the formats that records
+    say.  Not ``ON_REQUEST``."""
+    modules = {p: module_of(arch, p, FORMATS[CACHES[p]]) for p in PIPELINES if p not in ON_REQUEST}
+    own = [p for p, module in modules.items() if module]
     for pipeline, row_tile in ((p, tile) for p in own for tile in ROW_TILES[p]):
         values = {"pipeline": pipeline, "row_tile": row_tile}
-        yield {**values, "out_dtype": "bf16"}
-        if pipeline == "mix16":
-            yield {**values, "out_dtype": "bf16", "cache_dtype": "fp8_v4"}
-        else:
-            yield {**values, "out_dtype": "f32"}
+        if pipeline not in OVER_BYTES:
+            yield from ({**values, "out_dtype": dtype} for dtype in ("bf16", "f32"))
+            continue
+        shipped = (name for name in BYTES if FORMATS[name].shipped)
+        yield from ({**values, "out_dtype": "bf16", "cache_dtype": name} for name in shipped)
 
 
 FAMILY = Family(
@@ -88,14 +101,14 @@ FAMILY = Family(
     module=_module,
     points=points,
     kind=DECODE,
-    formats=("fp8",),
+    formats=(DEFAULT,),
     token_tile=lambda _arch, _values: TOKEN_TILE,
     everyday=(
         {"pipeline": "etap", "row_tile": 16, "out_dtype": "bf16", "p_terms": 1},
         {"pipeline": "etap", "row_tile": 64, "out_dtype": "bf16", "p_terms": 1},
         {"pipeline": "ws", "out_dtype": "bf16"},
-        {"pipeline": "mix16", "row_tile": 16, "cache_dtype": "fp8_ds_mla"},
-        {"pipeline": "mix16", "row_tile": 64, "cache_dtype": "fp8_ds_mla"},
+        {"pipeline": "mix16", "row_tile": 16, "cache_dtype": ROWS_OF_BYTES},
+        {"pipeline": "mix16", "row_tile": 64, "cache_dtype": ROWS_OF_BYTES},
     ),
     counted_by=("pipeline",),
     shown=("q_nope", "content", "indices"),
