@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.families.formats import BYTES, DEFAULT, FORMATS
 from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from snapmla import byte_cache, checks, launch, layouts, overlap, tracing
 
@@ -83,7 +83,7 @@ class PagedKVCache(launch.OverTensors):
     def begins(self) -> tuple[launch.Begin, ...]:
         """Begins of the caller's tensors: of the content, which kernels take as bytes, and of the
         slices of a 16-bit cache."""
-        return tuple(launch.begin_of(*part) for part in _KEPT[self.format].begins(self))
+        return tuple(launch.begin_of(*part) for part in _kept(self.format).begins(self))
 
     @functools.cached_property
     def asks(self) -> tuple[Callable[[], int], ...]:
@@ -105,7 +105,7 @@ class PagedKVCache(launch.OverTensors):
         object.__setattr__(self, "dtype", getattr(torch, record.element))
         scale_fmt = byte_cache.scale_format(self.scale_fmt, record)
         object.__setattr__(self, "scale_fmt", scale_fmt)
-        self._set(_KEPT[self.format].derived(self))
+        self._set(_kept(self.format).derived(self))
 
     def _set(self, derived: _Derived) -> None:
         """Takes over what follows from its tensors."""
@@ -145,14 +145,14 @@ class PagedKVCache(launch.OverTensors):
             TypeError, ValueError: naming the argument.
         """
         checks.integer("num_pages", num_pages, 1)
-        dtype = checks.cache_dtype(dtype, "dtype", _NAMED)
+        dtype = checks.cache_dtype(dtype, "dtype", BYTES)
         where, name = checks.device("device", device), checks.format_named(dtype)
         checks.page_size_of(name, page_size)
         checks.cache_heads(name, num_kv_heads)
         byte_cache.check_scale_format(scale_fmt, FORMATS[name])
         wanted = _Wanted(name, num_pages, page_size, num_kv_heads, layout, where)
-        memory = _KEPT[name].allocate(wanted)
-        if name in _NAMED:
+        memory = _kept(name).allocate(wanted)
+        if name in BYTES:
             return cls.from_tensors(memory[0], format=name, scale_fmt=scale_fmt)
         return cls.from_tensors(*memory)
 
@@ -210,7 +210,7 @@ class PagedKVCache(launch.OverTensors):
         cls, content: Any, rope: Any, scale: Any, fmt: str, scale_fmt: str | None
     ) -> PagedKVCache:
         """``from_tensors`` of a format that is given by name."""
-        options = (None, *_NAMED)
+        options = (None, *BYTES)
         if isinstance(fmt, str) and fmt in FORMATS and fmt not in options:  # by its dtype
             checks.value_error("format", "one of " + ", ".join(map(repr, options)), repr(fmt))
         checks.choice("format", fmt, options)
@@ -270,7 +270,7 @@ class PagedKVCache(launch.OverTensors):
         """
         if tracing.by_dynamo():
             return self.memory
-        return _KEPT[self.format].memory(self)
+        return _kept(self.format).memory(self)
 
     @property
     def num_pages(self) -> int:
@@ -323,7 +323,7 @@ def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
     if not isinstance(cache, PagedKVCache) or cache.format in DECODED_BYTES:
         return
-    if cache.format in _NAMED:
+    if cache.format in BYTES:
         record, hint = FORMATS[cache.format], "snapmla.convert_cache makes an FP8 cache of it"
         hint = f"indices= reads it; {hint}" if record.sparse else hint
         wanted = f"an FP8 or a 16-bit cache, or one of {' or '.join(map(repr, DECODED_BYTES))}"
@@ -467,5 +467,9 @@ _ROWS = _Kept(
     _new_rows,
 )
 _BYTES = _Kept(_bytes_derived, _bytes_begins, lambda cache: cache.memory, _new_bytes)
-_NAMED = tuple(name for name, each in FORMATS.items() if each.named)
-_KEPT = {"fp8": _PLANES, "bf16": _ROWS, "f16": _ROWS, **dict.fromkeys(_NAMED, _BYTES)}
+
+
+def _kept(name: str) -> _Kept:
+    """How a cache of a format keeps its memory."""
+    record = FORMATS[name]
+    return _BYTES if record.named else _ROWS if record.rows else _PLANES

@@ -15,7 +15,7 @@ import torch
 
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.families.formats import DEFAULT, FORMATS, Names
 from snapmla import checks, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.layouts import FP8
@@ -25,7 +25,7 @@ ROPE_FLOOR, SCALE_FLOOR = 2.0**-40, 2.0**-80  # of a token's one scale, as kerne
 FRACTION, EXPONENT_AT = 0x7FFFFF, 23  # of an fp32 number
 NAN_ROPE = 0x7FFF  # bits of a bfloat16
 INDEX = (torch.int64, torch.int32)
-_FP8 = tuple(name for name, each in FORMATS.items() if not each.rows)  # formats that there are
+_FP8 = Names(lambda each: not each.rows)
 Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # content in e4m3, RoPE, scales
 
 

@@ -26,10 +26,14 @@ from dsl_kernels.families.formats import FORMATS
 from snapmla._version import __version__
 
 FORMAT = 1
-# Arguments that are a pool of pages: the parts of each format, and rows as dense_decode calls them,
-# or the bytes of an index cache.
-POOL = tuple(dict.fromkeys([*(part for each in FORMATS.values() for part in each.parts), "cache"]))
 WORKSPACE = ("o_accum", "lse_accum")  # of a decode: what they hold before it does not matter
+
+
+def pools() -> tuple[str, ...]:
+    """Arguments that are a pool of pages: the parts of each format, and rows as dense_decode calls
+    them, or the bytes of an index cache."""
+    parts = [part for each in FORMATS.values() for part in each.parts]
+    return tuple(dict.fromkeys([*parts, "cache"]))
 
 
 class DumpError(RuntimeError):
@@ -68,7 +72,7 @@ def reduced(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     Args:
         values: the arguments by name, tensors on the call's device.
     """
-    pool = [name for name in POOL if name in values]
+    pool = [name for name in pools() if name in values]
     if not pool or not values[pool[0]].shape[0]:
         return dict(values), ()
     kept = dict(values)

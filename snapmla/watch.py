@@ -202,7 +202,7 @@ class Dumper:
         )
         if not bad and path is None:
             return
-        if not content["notes"] or not found.keys() & set(dump.POOL):  # else pages are others
+        if not content["notes"] or not found.keys() & set(dump.pools()):  # else pages are others
             content["results"] = {name: dump.pack(value) for name, value in found.items()}
         path = self._write(path, content)
         if bad and path is not None:

@@ -34,6 +34,8 @@ RECORD = Record(
     least_scale=LEAST_SCALE,
     zero_scale=ZEROS,
     sparse="mix16",
+    elsewhere="there FlashMLA's own flash_mla_with_kvcache(indices=) serves these rows",
+    timed=True,
     shipped=True,
     element="uint8",
     about="a cache of format 'fp8_ds_mla'",

@@ -28,6 +28,7 @@ RECORD = Record(
     least_scale=2.0**-126,
     zero_scale=ZEROS,
     sparse="mix16",
+    elsewhere="there FlashMLA's copy in SGLang serves these rows (V32_NO_ROPE)",
     element="uint8",
     about="a cache of format 'fp8_nope'",
     parts=("kv",),

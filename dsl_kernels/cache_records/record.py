@@ -64,6 +64,8 @@ class Record:
     Attention:
         rope_in_v: whether V has the RoPE channels, too: else V is ``content``.
         sparse: pipeline of sparse decode that reads it, empty if none does.
+        elsewhere: what attends to named tokens of it on SM100 today, for messages.
+        timed: whether the times on file of its pipelines are its own.
         shipped: whether its kernels of sparse decode are in the default matrix.
         two_lists: whether a query token may have a second list there, over a second cache.
 
@@ -110,6 +112,8 @@ class Record:
     rope_scaled: bool = False
     rope_in_v: bool = False
     sparse: str = ""
+    elsewhere: str = ""
+    timed: bool = False
     shipped: bool = False
     two_lists: bool = False
     rows: bool = False

@@ -34,6 +34,7 @@ RECORD = Record(
     page_multiple=576,
     rope_in_v=True,
     sparse="mix16",
+    elsewhere="there FlashMLA's own flash_mla_with_kvcache(indices=) serves these pages",
     shipped=True,
     two_lists=True,
     element="uint8",

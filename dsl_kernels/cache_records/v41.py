@@ -46,8 +46,10 @@ def _record(name: str, **bytes_of_it: Any) -> Record:
 
 PLANAR = _record(
     "fp8_v41_planar", planes=(KV_LORA_RANK, SCALES), scale=Field("ue8m0", SCALES, plane=1),
-    page_multiple=512,
+    page_multiple=512, elsewhere="there FlashMLA 07a1089 serves these pages",
 )  # fmt: skip
 ROWS = _record(
-    "fp8_v41_rows", planes=(KV_LORA_RANK + SCALES,), scale=Field("ue8m0", SCALES, at=KV_LORA_RANK)
-)
+    "fp8_v41_rows", planes=(KV_LORA_RANK + SCALES,),
+    scale=Field("ue8m0", SCALES, at=KV_LORA_RANK),
+    elsewhere="there FlashMLA since 2e5429f serves these rows",
+)  # fmt: skip

@@ -11,6 +11,7 @@ Here are numbers, words and whole arguments; ``tensors`` has what is asked of an
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dsl_kernels.cache_records import rows16
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
@@ -62,9 +64,8 @@ from snapmla.checks.tensors import (  # noqa: F401
     vector,
 )  # fmt: skip
 
-FORMAT_OF = {getattr(torch, each.element): name for name, each in FORMATS.items() if not each.named}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # as names have them
-ROWS = tuple(dtype for dtype, name in FORMAT_OF.items() if FORMATS[name].rows)
+ROWS = tuple(getattr(torch, each.element) for each in (rows16.BF16, rows16.F16))
 ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
 MAX_HEADS = 128
 MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (smxx/merge.py)
@@ -146,15 +147,22 @@ def cache_dtype(value: Any, name: str = "cache_dtype", more: tuple[str, ...] = (
 
 def format_of(content: torch.Tensor) -> str:
     """Name of the format (``dsl_kernels.families.formats``) whose content is of this dtype."""
-    if content.dtype not in FORMAT_OF:
-        wanted = " or ".join(dtype_name(dtype) for dtype in FORMAT_OF)
+    names = _by_dtype()
+    if content.dtype not in names:
+        wanted = " or ".join(map(dtype_name, names))
         type_error("content", f"dtype {wanted}", dtype_name(content.dtype))
-    return FORMAT_OF[content.dtype]
+    return names[content.dtype]
+
+
+@functools.cache
+def _by_dtype() -> dict[torch.dtype, str]:
+    """Names of the formats that the dtype of content tells apart."""
+    return {getattr(torch, each.element): n for n, each in FORMATS.items() if not each.named}
 
 
 def format_named(cache_dtype: str | torch.dtype) -> str:
     """Name of the format that a checked ``cache_dtype`` means."""
-    return cache_dtype if isinstance(cache_dtype, str) else FORMAT_OF[cache_dtype]
+    return cache_dtype if isinstance(cache_dtype, str) else _by_dtype()[cache_dtype]
 
 
 def cache_heads(fmt: str, value: Any) -> None:

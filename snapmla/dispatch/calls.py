@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 
+from dsl_kernels.families import record_decode, sparse_decode
 from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
@@ -31,16 +32,11 @@ from snapmla.dispatch.sparse_decode import REFERENCE as SPARSE_REFERENCE
 from snapmla.errors import VariantError
 
 # What is known of each op that decodes; all of them are kinds of attention to every token of a
-# sequence, so the cache's format alone picks one.
+# sequence, so the cache's format alone picks one.  Formats of bytes have an op each, whose kernels
+# are built when they are asked for.
 OPS: dict[str, DecodeOp] = {each.family.op: each for each in (FP8_DECODE, DENSE_DECODE)}
-SPARSE = {each.family.op for each in SPARSE_OPS.values()}
-DECODED = tuple(name for each in OPS.values() for name in each.family.formats)
-# Formats that attention reads; of bytes each has an op, whose kernels are
-# built when they are asked for.
-_BY_FORMAT: dict[str, DecodeOp] = {
-    **{name: each for each in OPS.values() for name in each.family.formats}, **RECORD_OPS
-}  # fmt: skip
-OPS |= {each.family.op: each for each in RECORD_OPS.values()}
+DECODED: dict[str, DecodeOp] = {name: each for each in OPS.values() for name in each.family.formats}
+BY_CACHE = {sparse_decode.FAMILY.op: SPARSE_OPS, record_decode.FAMILY.op: RECORD_OPS}
 TILES_OF = "H200"  # card of ``DecodeOp.ns_of_tile``
 NOT_FAST = "'fast' is sparse decode over fp8_ds_mla rows on SM90"
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
@@ -192,12 +188,13 @@ def longest_item(spec: VariantSpec) -> int:
 
 def _op_of(spec: VariantSpec) -> DecodeOp | None:
     """What the dispatcher knows of a variant's op."""
-    return SPARSE_OPS[spec.cache_dtype] if spec.op in SPARSE else OPS.get(spec.op)
+    of_format = BY_CACHE.get(spec.op)
+    return OPS.get(spec.op) if of_format is None else of_format[spec.cache_dtype]
 
 
 def op_of(cache: str) -> DecodeOp:
     """Decode over a cache of a format: ``fp8``, ``bf16``, ``f16``, or one of bytes."""
-    return _BY_FORMAT[cache]
+    return DECODED[cache] if cache in DECODED else RECORD_OPS[cache]
 
 
 def cache_name(cache_dtype: str | torch.dtype) -> str:

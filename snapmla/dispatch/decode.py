@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from dsl_kernels import registry
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.families import Family
 from dsl_kernels.families.family import OUT_DTYPE
+from dsl_kernels.families.formats import FORMATS, Format, Names
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge
@@ -50,6 +51,35 @@ class Features:
     def tiles(self, p_terms: int) -> tuple[int, ...]:
         """Row tiles with so many terms of P."""
         return self.row_tiles if p_terms == 1 else self.two_terms
+
+
+class OfFormats(Mapping[str, Any]):
+    """What is known of formats, by name: made of a record when it is asked for, once.
+
+    Attributes:
+        names: of the formats that have some.
+    """
+
+    def __init__(self, names: Names, make: Callable[[Format], Any]) -> None:
+        self.names, self._make = names, make
+        self._made: dict[str, tuple[Format, Any]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        record = FORMATS[name]
+        found = self._made.get(name)
+        if found is not None and found[0] is record:
+            return found[1]
+        if name not in self.names:
+            raise KeyError(name)
+        made = self._make(record)
+        self._made[name] = record, made
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass(frozen=True, eq=False)

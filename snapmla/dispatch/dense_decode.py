@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dsl_kernels.cache_records.rows16 import BF16
 from dsl_kernels.families.dense_decode import DTYPES, FAMILY, PAGE_SIZES, ROW_TILES
-from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import card_named
 from snapmla.dispatch.costs import Costs, Tile, costs_of
@@ -79,7 +79,7 @@ DENSE_DECODE = DecodeOp(
             DTYPES, why_two_terms="P has 16 bits with a 16-bit cache",
         ),
     },
-    token_bytes=FORMATS["bf16"].token_bytes,
+    token_bytes=BF16.token_bytes,
     tensor_cycles=tensor_cycles,
     effective_tflops=lambda card: card.bf16_tflops,
     about="a 16-bit cache",

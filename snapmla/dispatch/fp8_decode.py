@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.cache_records.fp8 import RECORD
+from dsl_kernels.cache_records.rows16 import F16
 from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES, TILES_OF, TWO_TERMS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
@@ -45,7 +46,7 @@ FP8_DECODE = DecodeOp(
         "f16": Features(  # its sums of P.V grow in the tensor core over a whole item
             TILES_OF["f16"], "more rows are several blocks",
             "16-bit products, the cache in registers", PAGE_SIZES,
-            why_two_terms="its P has 16 bits", asked=True, longest_item=FORMATS["f16"].longest_item,
+            why_two_terms="its P has 16 bits", asked=True, longest_item=F16.longest_item,
         ),
         "ws": Features(
             (64,), "it puts rows on the MMA's M = 64",
@@ -58,7 +59,7 @@ FP8_DECODE = DecodeOp(
             why_two_terms=ONE_TERM,
         ),
     },
-    token_bytes=FORMATS["fp8"].token_bytes,
+    token_bytes=RECORD.token_bytes,
     tensor_cycles=tensor_cycles,
     effective_tflops=effective_tflops,
     exact={"sm_90a": "f16"},

@@ -10,26 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsl_kernels import registry
-from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.families.sparse_decode import FAMILY, ON_REQUEST, ROW_TILES, TWO_TERMS
+from dsl_kernels.cache_records.rows16 import F16
+from dsl_kernels.families import ARCHS
+from dsl_kernels.families.formats import SPARSE, Format
+from dsl_kernels.families.sparse_decode import (
+    FAMILY,
+    ON_REQUEST,
+    ROW_TILES,
+    TWO_TERMS,
+    module_of,
+)
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch import dense_decode, fp8_decode
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge
 from snapmla.dispatch.costs import Costs, Tile, costs_of, parts_of
-from snapmla.dispatch.decode import FAST, STANDARD, DecodeOp, Features, Problem
+from snapmla.dispatch.decode import FAST, STANDARD, DecodeOp, Features, OfFormats, Problem
 from snapmla.dispatch.load import Load, Share
 
-# Of the caches that sparse attention reads, by format: the pipeline that does on SM90.
-PIPELINES = {name: each.sparse for name, each in FORMATS.items() if each.sparse}
-# What attends to named tokens of other caches on SM100 today.
-ON_BLACKWELL = {
-    "fp8_ds_mla": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these rows",
-    "fp8_v4": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these pages",
-    "fp8_v41_planar": "there FlashMLA 07a1089 serves these pages",
-    "fp8_v41_rows": "there FlashMLA since 2e5429f serves these rows",
-    "fp8_nope": "there FlashMLA's copy in SGLang serves these rows (V32_NO_ROPE)",
-}
 REFERENCE = Size(128, 2048)  # query tokens and entries of each, of a call that names none
 # Query tokens of several row blocks, up to so many blocks in all, run on fewer parts: more of them
 # make more partial rows than their tiles save (a token of 2048, 128 heads in blocks of 64: 44 parts
@@ -202,16 +200,16 @@ def is_never_cut(card: Card, spec: VariantSpec, tiles: int) -> bool:
     return tile is not None and tiles * tile.tile_us <= tile.cut_us
 
 
-def _op(fmt: str, **attributes: Any) -> SparseOp:
+def _op(record: Format, **attributes: Any) -> SparseOp:
     return SparseOp(
-        FAMILY, token_bytes=FORMATS[fmt].token_bytes, about=FORMATS[fmt].about,
+        FAMILY, token_bytes=record.token_bytes, about=record.about,
         reference="snapmla.testing.sparse_reference.sparse_decode_reference",
-        kernels="kernel for sparse decode", cache_dtype=fmt,
-        elsewhere={"sm_100a": ON_BLACKWELL[fmt]} if fmt in ON_BLACKWELL else {}, **attributes,
+        kernels="kernel for sparse decode", cache_dtype=record.name,
+        elsewhere={"sm_100a": record.elsewhere} if record.elsewhere else {}, **attributes,
     )  # fmt: skip
 
 
-def _mix16(fmt: str, **attributes: Any) -> SparseOp:
+def _over_bytes(record: Format) -> SparseOp:
     """Over a cache of bytes."""
     about = {
         "mix16": "16-bit products, the cache in registers",
@@ -219,21 +217,24 @@ def _mix16(fmt: str, **attributes: Any) -> SparseOp:
     }
     features = {
         name: Features(
-            ROW_TILES[name], "it has these", text, (ANY_PAGE,), FORMATS[fmt].results,
+            ROW_TILES[name], "it has these", text, (ANY_PAGE,), record.results,
             why_two_terms="its P has 16 bits", asked=name in ON_REQUEST,
         )
         for name, text in about.items()
-        if name == "mix16" or "fast" in attributes
+        if any(module_of(arch, name, record) for arch in ARCHS)
     }  # fmt: skip
+    rounding = [name for name in ON_REQUEST if name in features]
     return _op(
-        fmt, features=features, tensor_cycles=dense_decode.tensor_cycles,
-        effective_tflops=lambda card: card.bf16_tflops, **attributes,
+        record, features=features, tensor_cycles=dense_decode.tensor_cycles,
+        effective_tflops=lambda card: card.bf16_tflops, measured=record.timed,
+        fast={arch: p for p in rounding for arch in ARCHS if module_of(arch, p, record)},
     )  # fmt: skip
 
 
-SPARSE_OPS = {
-    "fp8": _op(
-        "fp8",
+def _over_planes(record: Format) -> SparseOp:
+    """Over the FP8 cache, content and RoPE in planes of their own."""
+    return _op(
+        record,
         features={
             "etap": Features(
                 ROW_TILES["etap"], "it has these", "etap behind a loader that gathers", (ANY_PAGE,),
@@ -241,8 +242,7 @@ SPARSE_OPS = {
             ),
             "f16": Features(
                 ROW_TILES["f16"], "it has these", "f16 behind a loader that gathers", (ANY_PAGE,),
-                why_two_terms="its P has 16 bits", asked=True,
-                longest_item=FORMATS["f16"].longest_item,
+                why_two_terms="its P has 16 bits", asked=True, longest_item=F16.longest_item,
             ),
             "ws": Features(
                 ROW_TILES["ws"], "it puts heads on the MMA's M = 64",
@@ -254,13 +254,14 @@ SPARSE_OPS = {
         tensor_cycles=fp8_decode.tensor_cycles,
         effective_tflops=fp8_decode.effective_tflops,
         tile_ns=fp8_decode.FP8_DECODE.tile_ns,
-    ),
-    "fp8_ds_mla": _mix16("fp8_ds_mla", fast={"sm_90a": "mix8"}),
-    **{
-        fmt: _mix16(fmt, measured=False)
-        for fmt in ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
-    },
-}  # fmt: skip
+    )  # fmt: skip
+
+
+SPARSE_OPS = OfFormats(
+    SPARSE, lambda record: _over_bytes(record) if record.named else _over_planes(record)
+)
+# Of the caches that sparse attention reads, by format: the pipeline that does on SM90.
+PIPELINES = OfFormats(SPARSE, lambda record: record.sparse)
 
 
 def pipeline_of(arch: str, fmt: str) -> str | None:

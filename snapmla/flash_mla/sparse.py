@@ -39,11 +39,6 @@ Tensor = torch.Tensor
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 KEPT = 64  # plans without lengths that no graph holds
 _RECORDS = {record.token_bytes: record for record in (ds_mla.RECORD, v4.RECORD)}
-# By ``kv_format``: our names, and those of FlashMLA's copy in SGLang, whose V41 is two formats.
-_NAMED = {
-    **{name: record for name, record in FORMATS.items() if record.named and record.sparse},
-    "V32": ds_mla.RECORD, "V32_NO_ROPE": nope.RECORD, "V4": v4.RECORD,
-}  # fmt: skip
 _V41 = "V41 has two byte orders: 'fp8_v41_planar', and since 2e5429f 'fp8_v41_rows'"
 # Of rows of other widths, what to say of them: beside is_fp8_kvcache=True, and False.
 _OTHER_ROWS = {
@@ -87,7 +82,7 @@ class Call(NamedTuple):
         """Of a cache of bytes: the named one; V4's of one so wide, else that of 656, which checks
         want then."""
         if self.kv_format is not None:
-            return _NAMED[self.kv_format]
+            return _named()[self.kv_format]
         return _RECORDS.get(self.width, ds_mla.RECORD)
 
     @property
@@ -126,6 +121,13 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
         raise checks.renamed(error, _NAMES) from None
 
 
+def _named() -> dict[str, Record]:
+    """Records by ``kv_format``: our names, and those of FlashMLA's copy in SGLang, whose V41 is two
+    formats."""
+    ours = {name: record for name, record in FORMATS.items() if record.named and record.sparse}
+    return {**ours, "V32": ds_mla.RECORD, "V32_NO_ROPE": nope.RECORD, "V4": v4.RECORD}
+
+
 def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | None:
     """The second list, over V4's or V4.1's pages of any size."""
     if k_cache is indices is length is None:
@@ -150,7 +152,7 @@ def _check_format(call: Call) -> None:
         return
     if call.kv_format == "V41":
         checks.value_error("kv_format", "a name of one format", "'V41'", _V41)
-    checks.choice("kv_format", call.kv_format, tuple(_NAMED))
+    checks.choice("kv_format", call.kv_format, tuple(_named()))
     if not call.is_fp8_kvcache:
         checks.value_error("kv_format", "None with is_fp8_kvcache=False", call.kv_format)
 

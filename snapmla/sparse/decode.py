@@ -21,7 +21,7 @@ from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 from snapmla.sparse import query as queries
 from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
-from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
+from snapmla.sparse.lists import check_indices, check_lengths, check_reach, read
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
 from snapmla.sparse.query import QueryPair
 from snapmla.sparse.rows_plan import MAKE_PLAN, SparseRowsPlan
@@ -230,7 +230,7 @@ def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
         record = FORMATS[cache.format]
         if not record.sparse:
             hint = "snapmla.convert_cache makes an FP8 cache of it"
-            checks.value_error("cache", READ, record.about, hint)
+            checks.value_error("cache", read(), record.about, hint)
         expect_cache(cache)
         if isinstance(q, QuantizedQuery):
             hint = f"{record.about} takes queries as they are"

@@ -10,9 +10,13 @@ import torch
 from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
 
-_BYTES = " or ".join(repr(name) for name, each in FORMATS.items() if each.sparse and each.named)
-READ = f"an FP8 cache, one of format {_BYTES} or bfloat16 rows"  # the caches of sparse decode
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
+
+
+def read() -> str:
+    """The caches of sparse decode, for messages."""
+    names = " or ".join(repr(n) for n, each in FORMATS.items() if each.sparse and each.named)
+    return f"an FP8 cache, one of format {names} or bfloat16 rows"
 
 
 def check_indices(

@@ -23,7 +23,7 @@ from snapmla.decode_plan.choices import choices
 from snapmla.plan import sm_count
 from snapmla.quant import QuantizedQuery, named
 from snapmla.sparse import query as queries
-from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach
+from snapmla.sparse.lists import check_indices, check_lengths, check_reach, read
 from snapmla.sparse.query import QueryPair
 from snapmla.sparse.rows_kernel import kernel_of
 from snapmla.sparse.rows_plan import MAKE_PLAN, ROWS, SparseRowsPlan, plan_rows
@@ -317,7 +317,7 @@ def is_rows(cache: Any) -> bool:
     if not isinstance(cache, PagedKVCache) or not FORMATS[cache.format].rows:
         return False
     if cache.format != ROWS:
-        checks.value_error("cache", READ, f"one of {checks.dtype_name(cache.dtype)} rows")
+        checks.value_error("cache", read(), f"one of {checks.dtype_name(cache.dtype)} rows")
     return True
 
 

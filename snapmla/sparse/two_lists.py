@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import TOKEN_TILE
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.families.formats import Names
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.sparse.lists import check_indices
 
-TAKEN = tuple(name for name, each in FORMATS.items() if each.two_lists)  # formats
+TAKEN = Names(lambda each: each.two_lists)  # formats
 Tensor = torch.Tensor
 
 
