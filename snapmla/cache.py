@@ -470,6 +470,6 @@ _BYTES = _Kept(_bytes_derived, _bytes_begins, lambda cache: cache.memory, _new_b
 
 
 def _kept(name: str) -> _Kept:
-    """How a cache of a format keeps its memory."""
+    """The way in which a cache of a format keeps its memory."""
     record = FORMATS[name]
     return _BYTES if record.named else _ROWS if record.rows else _PLANES

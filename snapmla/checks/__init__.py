@@ -14,7 +14,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ def page_size_of(fmt: str, value: Any) -> int:
     return (rows_page_size if FORMATS[fmt].large_pages else page_size)(value)
 
 
-def cache_dtype(value: Any, name: str = "cache_dtype", more: tuple[str, ...] = ()) -> Any:
+def cache_dtype(value: Any, name: str = "cache_dtype", more: Sequence[str] = ()) -> Any:
     """Checks what a cache may hold and returns it: ``fp8``, which float8_e4m3fn is another word
     for, a dtype of 16-bit rows, or one of ``more`` formats."""
     if value is FP8:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class Features:
     why_tiles: str
     about: str
     page_sizes: tuple[int, ...]
-    out_dtypes: tuple[str, ...] = OUT_DTYPE.values
+    out_dtypes: Sequence[str] = OUT_DTYPE.values
     two_terms: tuple[int, ...] = ()
     why_two_terms: str = "it sums one"
     asked: bool = False
@@ -54,10 +54,10 @@ class Features:
 
 
 class OfFormats(Mapping[str, Any]):
-    """What is known of formats, by name: made of a record when it is asked for, once.
+    """Facts about formats, by name: made of a record when they are asked for, once.
 
     Attributes:
-        names: of the formats that have some.
+        names: of the formats that have such.
     """
 
     def __init__(self, names: Names, make: Callable[[Format], Any]) -> None:
@@ -136,7 +136,7 @@ class DecodeOp:
             return found, found is not None
         return self.assumed(arch), False
 
-    def values(self, axis: str) -> tuple:
+    def values(self, axis: str) -> Sequence[Any]:
         """Values of an axis of the family."""
         found = self.family.axis(axis)
         assert found is not None
