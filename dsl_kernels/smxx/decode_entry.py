@@ -109,6 +109,7 @@ def launch(decode, tma, gmem, call, listed, split_begin, units, may_split, strea
         merge.launch(
             merge.Decode(listed, results.sink), results.o_accum, results.lse_accum, split_begin,
             units, results.out, results.lse, call.lse_factor, call.empty_lse, stream,
+            one_wave=spec.op == "sparse_decode",
         )  # fmt: skip
 
 

@@ -91,22 +91,30 @@ def merge(
 def launch(
     decode: Any, o_accum: cute.Tensor, lse_accum: cute.Tensor,
     split_begin: cute.Tensor, units: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-    lse_factor: Float32, empty_lse: Float32, stream: Any,
+    lse_factor: Float32, empty_lse: Float32, stream: Any, one_wave: cutlass.Constexpr = False,
 ) -> None:  # fmt: skip
     """ROW_CTAS a row and one a unit, CTAS in all, but of units no more than half.
 
     Args:
         decode: the ``Decode`` that it is launched behind; None: it is a variant of its own.
+        one_wave: no more than CTAS are launched, and those without slots do not wait ("Mostly
+            nothing to merge" above).
         others: as of ``merge``.
     """
     b, s_q, h, _ = out.shape
     useful, n_units = b * s_q * h * ROW_CTAS, split_begin.shape[0] - 1
     if useful > 0:  # an empty grid is a launch error
         by = By(compat.fast_divisor(h), compat.fast_divisor(s_q))
+        grid = cutlass.min(useful, cutlass.max(CTAS - n_units, CTAS // 2)) + n_units
+        dealt = None
+        if cutlass.const_expr(one_wave):
+            dealt = Int32(grid)
+            grid = cutlass.min(grid, CTAS)
         _merge(
-            o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, by, decode
+            o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, by, decode,
+            dealt,
         ).launch(
-            grid=(cutlass.min(useful, cutlass.max(CTAS - n_units, CTAS // 2)) + n_units, 1, 1),
+            grid=(grid, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -350,38 +358,77 @@ def _merge(
     empty_lse: Float32,
     by: By,
     decode: Any,
+    dealt: Any,
 ) -> None:
     block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
     smem = cutlass.memory.SmemAllocator()
     most = 2 + Form(partials.is_exact(o_accum), CHUNK).channels
     sums = smem.allocate_tensor(
         Float32, cute.make_layout((most, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
     )
+    counts = None
+    if cutlass.const_expr(decode is not None and decode.listed is not None):
+        counts = smem.allocate_tensor(Int32, cute.make_layout((coverage.COUNTS, WARPS)), 16)
     if cutlass.const_expr(decode is None):
         compat.pdl_wait()
     compat.pdl_launch_dependents()
+    tensors = (o_accum, lse_accum, split_begin, units, out, lse)
+    factors = (lse_factor, empty_lse, None if decode is None else decode.sink)
+    if cutlass.const_expr(dealt is None):
+        _turn(tensors, factors, (sums, counts), by, decode, (block, grid), None)
+    else:
+        end = Int32(dealt)
+        if _nothing_to_do(split_begin, decode):
+            end = Int32(cutlass.min(dealt, grid))
+        for turn in cutlass.range(block, end, grid, unroll=1):
+            _turn(tensors, factors, (sums, counts), by, decode, (turn, dealt), block == 0)
+
+
+@cute.jit
+def _nothing_to_do(split_begin: cute.Tensor, decode: Any) -> Boolean:
+    """Whether no unit has slots, nor is asked whether it is covered."""
+    nothing = Boolean(split_begin[split_begin.shape[0] - 1] <= 0)
+    if cutlass.const_expr(decode.listed is not None):
+        nothing = nothing & (decode.listed.wanted == 0)
+    return nothing
+
+
+@cute.jit
+def _turn(
+    tensors: Any, factors: Any, shared: Any, by: By, decode: Any, which: Any, waits: Any
+) -> None:
+    """What one CTA that units are dealt does; which = (its number, how many there are); waits:
+    whether it waits even if it writes nothing, None: it does."""
+    o_accum, lse_accum, split_begin, units, out, lse = tensors
+    sums, counts = shared
+    turn, dealt = which
     count = split_begin.shape[0] - 1
-    piece = merge_piece.piece_of(split_begin, o_accum.shape[0])
+    piece = merge_piece.piece_of(split_begin, o_accum.shape[0], turn, dealt)
     unit, mine, begin, n = piece.unit, piece.mine, piece.begin, piece.n
     sound, covered = Boolean(True), Boolean(True)
     if cutlass.const_expr(decode is not None and decode.listed is not None):
-        counts = smem.allocate_tensor(Int32, cute.make_layout((coverage.COUNTS, WARPS)), 16)
         if decode.listed.wanted != 0:
-            writes_nan = (mine == 0) | (block < count)  # if it is not covered
+            if cutlass.const_expr(waits is not None):
+                cute.arch.sync_threads()  # all have read the counts of the turn before
+            writes_nan = (mine == 0) | (turn < count)  # if it is not covered
             if writes_nan | _has_strips(o_accum, units, out, piece):
                 sound, covered = coverage.covers(
                     decode.listed, split_begin, o_accum.shape[0], unit, counts, WARPS * quant.WARP
                 )
             if not sound:
-                unit, mine = merge_piece.unit_by_number(block, count)
+                unit, mine = merge_piece.unit_by_number(turn, count)
     if cutlass.const_expr(decode is not None):
-        compat.pdl_wait()
+        if cutlass.const_expr(waits is None):
+            compat.pdl_wait()
+        elif waits | (n > 0) | (not covered):
+            compat.pdl_wait()  # returns at once from a CTA's second turn on
     if covered:
         if n > 0:
             row, rows = merge_piece.rows_of(units, out, unit, o_accum.shape[1])
             _merge_unit(
                 (o_accum, lse_accum, out, lse), sums, (row, begin, n), (mine, piece.team, rows),
-                (lse_factor, empty_lse, None if decode is None else decode.sink), by,
+                factors, by,
             )  # fmt: skip
     elif mine == 0:
         row, rows = merge_piece.rows_of(units, out, unit, o_accum.shape[1])
