@@ -361,7 +361,6 @@ def _merge(
     dealt: Any,
 ) -> None:
     block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
     smem = cutlass.memory.SmemAllocator()
     most = 2 + Form(partials.is_exact(o_accum), CHUNK).channels
     sums = smem.allocate_tensor(
@@ -376,8 +375,9 @@ def _merge(
     tensors = (o_accum, lse_accum, split_begin, units, out, lse)
     factors = (lse_factor, empty_lse, None if decode is None else decode.sink)
     if cutlass.const_expr(dealt is None):
-        _turn(tensors, factors, (sums, counts), by, decode, (block, grid), None)
+        _turn(tensors, factors, (sums, counts), by, decode, (block, None), None)
     else:
+        grid, _, _ = cute.arch.grid_dim()
         end = Int32(dealt)
         if _nothing_to_do(split_begin, decode):
             end = Int32(cutlass.min(dealt, grid))
@@ -398,13 +398,14 @@ def _nothing_to_do(split_begin: cute.Tensor, decode: Any) -> Boolean:
 def _turn(
     tensors: Any, factors: Any, shared: Any, by: By, decode: Any, which: Any, waits: Any
 ) -> None:
-    """What one CTA that units are dealt does; which = (its number, how many there are); waits:
-    whether it waits even if it writes nothing, None: it does."""
+    """What one CTA that units are dealt does; which = (its number, how many there are, None:
+    the grid); waits: whether it waits even if it writes nothing, None: it does."""
     o_accum, lse_accum, split_begin, units, out, lse = tensors
     sums, counts = shared
     turn, dealt = which
     count = split_begin.shape[0] - 1
-    piece = merge_piece.piece_of(split_begin, o_accum.shape[0], turn, dealt)
+    own = None if dealt is None else which
+    piece = merge_piece.piece_of(split_begin, o_accum.shape[0], own)
     unit, mine, begin, n = piece.unit, piece.mine, piece.begin, piece.n
     sound, covered = Boolean(True), Boolean(True)
     if cutlass.const_expr(decode is not None and decode.listed is not None):

@@ -34,8 +34,13 @@ def unit_by_number(block: Any, count: Any) -> Any:
 
 
 @cute.jit
-def piece_of(split_begin: cute.Tensor, most_slots: Int32, block: Int32, grid: Int32) -> Piece:
-    """Of CTA ``block`` of ``grid``; slots from ``most_slots`` on are not there."""
+def piece_of(split_begin: cute.Tensor, most_slots: Int32, which: Any = None) -> Piece:
+    """Of this CTA, or of ``which`` = (number, of how many); slots from ``most_slots`` on are not
+    there."""
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    if cutlass.const_expr(which is not None):
+        block, grid = which
     count = split_begin.shape[0] - 1
     near, slots = Near.of(split_begin), cutlass.min(split_begin[count], most_slots)
     unit, mine = unit_by_number(block, count)
