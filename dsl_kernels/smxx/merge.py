@@ -29,6 +29,12 @@ runs, so results do not depend on timing.  lse_i = -inf (the
 split saw no token for the row) weighs 0; if all are, out is 0 and lse is ``empty_lse``.  A NaN
 lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on the device.
 
+Mostly nothing to merge, behind sparse decode: the host does not know whether a list is cut, so
+merge is launched behind each call that has lengths, and the next decode's CTAs, which need all
+registers of an SM, begin when merge's have left.  There at most CTAS are launched, one wave, which
+take the CTAs that units are dealt in turn; only those that write something wait for decode, and
+CTA 0, so that merge ends behind it: who waits for merge has both.
+
 Tables are read in one trip while there are fewer than 2 * WARP units, and before the wait where
 merge is launched by decode: a CTA of decode lets merge start behind its own wait only, when the
 plan's kernel has ended.  Behind decode merge lets the next kernel start at once, so that the next
@@ -408,7 +414,8 @@ def _turn(
     piece = merge_piece.piece_of(split_begin, o_accum.shape[0], own)
     unit, mine, begin, n = piece.unit, piece.mine, piece.begin, piece.n
     sound, covered = Boolean(True), Boolean(True)
-    if cutlass.const_expr(decode is not None and decode.listed is not None):
+    asked = cutlass.const_expr(decode is not None and decode.listed is not None)
+    if cutlass.const_expr(asked):  # noqa: SIM102 (only this is at compile time)
         if decode.listed.wanted != 0:
             if cutlass.const_expr(waits is not None):
                 cute.arch.sync_threads()  # all have read the counts of the turn before

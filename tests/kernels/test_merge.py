@@ -5,15 +5,21 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsl_kernels.dims import ITEM_WORDS, MERGE, MERGE_CHECKED
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
 from snapmla.plan import MAX_SLOTS
-from snapmla.testing import partials
+from snapmla.testing import partials, selfcheck
+from snapmla.testing.record_job import RecordJob, RecordShape
+from softgpu import Options, using
 from softgpu.machine import Machine
-from tests.support.needs import TARGETS, needs_kernels
+from tests.support.needs import TARGETS, needs_compiler, needs_kernels
 from tests.support.rows import DTYPES, device_of, kernel
 
 pytestmark = needs_kernels
@@ -157,6 +163,58 @@ def test_merge_of_units(target: str, counts: list[int]) -> None:
     got, got_lse = out.cpu().view(-1, 512).double(), out_lse[0].cpu().T.reshape(-1)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(got_lse, want_lse, rtol=1e-6, atol=2e-6)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Sparse decode without items, so that partial rows are the test's, and merge behind it: more
+    units than a wave deals, so CTAs' second turns have the last ones."""
+
+    variant: str
+    units = 140
+
+    def run(self, begin: list[int], o: Tensor, lse: Tensor, asked: int) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one head, 7 where nothing is written; asked: ``may_split``."""
+        spec = VariantSpec.from_name(f"sparse_decode_mix16_{self.variant}_sm90a")
+        decode = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+        job = RecordJob(spec, RecordShape(1, 17, (0,) * self.units, 64, parts=1))
+        i32 = lambda x: torch.tensor(x, dtype=torch.int32)
+        with using(Options(hazards="raise", seed=3)):
+            return job.run(
+                decode, out=torch.full((self.units, 1, 1, 512), 7.0, dtype=torch.bfloat16),
+                lse=torch.full((self.units, 1, 1), 7.0), o_accum=o, lse_accum=lse,
+                split_begin=i32(begin), part_begin=i32([0, 0]),
+                work_items=torch.zeros(1, ITEM_WORDS, dtype=torch.int32), may_split=asked,
+                lse_factor=1.0,
+            )  # fmt: skip
+
+
+@needs_compiler
+def test_merge_behind_sparse_decode_takes_turns() -> None:
+    """The variant of its own gives the same bits; rows of units without slots stay."""
+    behind, cut = Behind("r16_obf16_kvfp8_v4"), {0: 2, 70: 3, 136: 9, 138: 17, 139: 2}
+    begin = [0, *itertools.accumulate(cut.get(i, 0) for i in range(behind.units))]
+    o, lse = partials.encode(torch.randn(begin[-1], 1, 512)), torch.randn(begin[-1], 1)
+    got, got_lse = behind.run(begin, o, lse, asked=MERGE)
+    want, want_lse = torch.full_like(got, 7), torch.full_like(got_lse, 7)
+    table = torch.tensor(begin, dtype=torch.int32)
+    kernel("sm_90a", op="merge", out_dtype="bf16")(
+        o, lse, table, alone("cpu"), want, want_lse, 1.0, -math.inf
+    )
+    assert torch.equal(got, want) and torch.equal(got_lse, want_lse)
+    assert got_lse.ne(7).flatten().nonzero().flatten().tolist() == list(cut)
+    for i, result in enumerate(merged(o, lse, begin, 1, 1.0, -math.inf)):
+        if result is not None:
+            torch.testing.assert_close(got[i, 0].double(), result[0], rtol=2.0**-8, atol=1e-6)
+
+
+@needs_compiler
+def test_merge_behind_sparse_decode_asks_in_each_turn() -> None:
+    """Tables from outside that cover no sequence: NaN in all of them, also without any slot."""
+    behind = Behind("r16_obf16")
+    o, lse = partials.encode(torch.randn(1, 1, 512)), torch.randn(1, 1)
+    got, got_lse = behind.run([0] * (behind.units + 1), o, lse, asked=MERGE_CHECKED)
+    assert got.isnan().all() and got_lse.isnan().all()
 
 
 @pytest.mark.gpu
