@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 Fakes = dict[str, Any]
+ONE_WAVE_ROWS = 32  # with row tiles of 64 a merge of one wave loses where lists of 128 heads are cut
 
 
 class Tma(NamedTuple):
@@ -109,7 +110,7 @@ def launch(decode, tma, gmem, call, listed, split_begin, units, may_split, strea
         merge.launch(
             merge.Decode(listed, results.sink), results.o_accum, results.lse_accum, split_begin,
             units, results.out, results.lse, call.lse_factor, call.empty_lse, stream,
-            one_wave=spec.op == "sparse_decode",
+            one_wave=spec.op == "sparse_decode" and spec.row_tile <= ONE_WAVE_ROWS,
         )  # fmt: skip
 
 
