@@ -16,7 +16,7 @@ def _of_head(table: dict[int, int]) -> Callable[[Values], int]:
 
 def _q_steps(values: Values) -> int:
     """Return the default of ``q_steps``: 4 for 256 channels and whole keys, where shared memory's
-    port is the tighter bound (it gains 0 to 2 % on an H200)."""
+    port is the tighter bound (gain on an H200: 0 to 2 %)."""
     return 4 if values["d_qk"] == 256 and values["keys"] == "whole" else 0
 
 

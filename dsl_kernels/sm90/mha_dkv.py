@@ -390,7 +390,7 @@ class MhaDkv(Gradients):
 
     @cute.jit
     def _note(self, st, count):
-        """As ``Notes.read``, and the slot is kept."""
+        """Read the ``count``-th note as ``Notes.read`` does, but do not free its slot."""
         slot = count % 2
         self.notes.ring.wait_full(st, slot, (count // 2) & 1)
         words = self.notes._slot(st, slot)
