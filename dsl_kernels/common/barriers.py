@@ -44,11 +44,11 @@ class Ring:
 
     @property
     def field(self) -> dict:
-        """Its part of the storage."""
+        """The ring's part of the storage."""
         return {f"{self.name}_bar": array(Int64, self.stages * (1 if self.empty is None else 2))}
 
     def budget(self) -> tuple[bud.Barrier, ...]:
-        """Its entries in the budget."""
+        """Entries of the ring in a budget."""
         sides = [("full", self.full)] if self.empty is None else self._sides()
         return tuple(
             bud.Barrier(f"{self.name}_{side}", sum(who.values()), who, self.stages)

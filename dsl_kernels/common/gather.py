@@ -311,7 +311,7 @@ class GatherRows:
     # ---------------------------------------------------------------- rows
 
     def _wait_free(self, st, k_pipe, kst, first):
-        """Until a stage may be filled, from its group ``first`` on."""
+        """Wait until a stage may be filled, from its group ``first`` on."""
         k_pipe.sync_object_empty.wait(kst.index, kst.phase)
 
     def _entry(self, row, tile, ahead):

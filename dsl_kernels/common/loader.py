@@ -103,7 +103,7 @@ class Loader(Protocol):
         """Shared memory of its own: barriers, tables."""
 
     def barriers(self) -> tuple[bud.Barrier, ...]:
-        """Its barriers in a budget, those of the KV ring first."""
+        """Barriers of the loader in a budget, those of the KV ring first."""
 
     def source(self, tensors: tuple, layouts: tuple) -> tuple:
         """Host half: return what the kernel gets for the cache's planes."""

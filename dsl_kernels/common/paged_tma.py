@@ -204,7 +204,7 @@ class PagedTma:
 
     @cute.jit
     def _fill(self, feed: Feed, tile_of_q):
-        """For each tile, every plane and the scales into the next free stage."""
+        """Load every plane and the scales of each tile into the next free stage."""
         st, layouts, k_pipe, cache, work, call, part, mark = feed
         span, kv_heads = self.work.items_of(work, part), cache.kv_heads
         copy_scales = self._copier(st, cache.scale)

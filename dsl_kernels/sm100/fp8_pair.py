@@ -201,11 +201,11 @@ class PairTiles:
         self.tma, self.stages = tma, tma.k_stages
 
     def wait(self, cta, state) -> None:
-        """Until the scales are there."""
+        """Wait until the scales are there."""
         self.tma.c.wait_full(cta.st, state.index, state.phase)
 
     def wait_values(self, cta, p_state) -> None:
-        """Until this CTA's V is; its arrival at P tells the leader."""
+        """Wait until this CTA's V is there; its arrival at P tells the leader."""
         self.tma.v.wait_full(cta.st, p_state.index, p_state.phase ^ 1)
 
     @cute.jit

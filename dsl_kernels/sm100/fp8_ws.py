@@ -218,7 +218,7 @@ class RingTiles:
         self.stages, self.scales = stages, scales
 
     def wait(self, cta, state) -> None:
-        """Until the tile is there."""
+        """Wait until the tile is there."""
         cta.k_pipe.consumer_wait(state)
 
     def wait_values(self, cta, p_state) -> None:
@@ -229,7 +229,7 @@ class RingTiles:
         self.scales.zero_values(st, stage, valid, 0, D // umma.LINE)
 
     def release(self, cta, state) -> None:
-        """One of the tile's readers is done."""
+        """Free the tile for this warp, one of its readers."""
         cta.k_pipe.consumer_release(state)
 
 

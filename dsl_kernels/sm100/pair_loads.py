@@ -239,7 +239,7 @@ class PairQ:
     descriptors = staticmethod(atoms)
 
     def bound(self, source):
-        """With the tensor maps, for the producer."""
+        """Return ``PairQ`` with its tensor maps, for the producer."""
         return BoundQ(source)
 
 

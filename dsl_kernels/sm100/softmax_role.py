@@ -197,7 +197,7 @@ class SoftmaxInRuns(Softmax):
 
     @cute.jit
     def block(self, cta: Any, tile, kst, sst, pst, facts, running):
-        """One block, as above."""
+        """Process one block as the base class does, reading S twice, run by run."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, row = tidx % 32, tidx % self.form.rows
         wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)

@@ -314,7 +314,7 @@ class DualWg:
 
     @staticmethod
     def warpgroup_meets(me):
-        """Whose barrier is known at run time only."""
+        """Wait for the other warps of warpgroup ``me``, which is known at run time only."""
         cute.arch.barrier(barrier_id=Barrier.WG + me, number_of_threads=WARPGROUP)
 
     @cute.jit
