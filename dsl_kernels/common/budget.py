@@ -118,7 +118,7 @@ class Budget:
 
 
 def check(budget: Budget) -> str | None:
-    """Why no SM can run such a CTA, or it would wait forever; None if neither."""
+    """Return why no SM can run such a CTA, or why it would wait forever; None if neither holds."""
     checks = (_registers, _smem, _tmem, _barriers, _mmas)
     return next((reason for c in checks if (reason := c(budget)) is not None), None)
 

@@ -36,7 +36,7 @@ class Results(NamedTuple):
 @cute.jit
 def of_sink(sink, head, value):
     """Factor 1 / (1 + exp(sink - lse)) that the sink of ``head`` leaves to a row's values.
-    ``value``: the row's LSE in log2 units; the row saw a token."""
+    ``value``: LSE, in log2 units, of a row that saw a token."""
     return 1.0 / (1.0 + cute.math.exp2(sink[head] * LOG2E - value, fastmath=True))
 
 

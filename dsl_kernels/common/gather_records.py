@@ -51,7 +51,7 @@ class Records(NamedTuple):
 
     Attributes:
         rows: u8 (pages, P, bytes of a token): 656 of ``fp8_ds_mla``.
-        count: entries that name something: tokens of the pool; pages (``FromPages.source``).
+        count: tokens of the pool, or its pages if entries name pages (``FromPages.source``).
         by_page: divisor by P.
     """
 

@@ -85,7 +85,7 @@ class PairParts:
         )
 
     def p_address(self, st, stage):
-        """Byte address of P of a stage, which has a region of its own."""
+        """Byte address of P of a stage; P has a region of its own."""
         return umma.address_of(st.p.data_ptr()) + stage * (RUNS * SQUARE)
 
     @cute.jit

@@ -64,7 +64,7 @@ class Form:
         raise NotImplementedError
 
     def take_q(self, st, operands) -> None:
-        """Hook: called once an item's row tile of Q is there."""
+        """Hook, called when an item's row tile of Q is there."""
 
     def block(self, cta, tile, operands, stages, blocks, rows_in, rows_out) -> None:
         """S -> P of one block, handed over; ``stages`` of Q and of the ring, and its phase."""
