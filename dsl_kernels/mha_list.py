@@ -64,14 +64,14 @@ def pieces_of(s_q: int, s_k: int) -> int:
 
 
 def piece_keys(s_k: int, pieces: int, piece: int) -> tuple[int, int]:
-    """Where a piece's keys begin and end."""
+    """Return (first key, end) of a piece of a sequence of ``s_k`` keys."""
     tiles = -(-s_k // KEYS)
     first, end = (tiles * x // pieces * KEYS for x in (piece, piece + 1))
     return first, min(end, s_k)
 
 
 class SplitRoom(NamedTuple):
-    """What a call's lists and partial results need at most, whatever its sequences' lengths.
+    """Upper bounds of a call's lists and partial results, whatever its sequences' lengths.
 
     Attributes:
         batch: sequences.
@@ -87,7 +87,8 @@ class SplitRoom(NamedTuple):
 
     @classmethod
     def of(cls, total_q: int, batch: int, total_k: int) -> SplitRoom:
-        """Of ``batch`` sequences of together ``total_q`` query tokens and ``total_k`` keys."""
+        """Return the bounds for ``batch`` sequences that have ``total_q`` query tokens and
+        ``total_k`` keys together."""
         of_keys = (total_k + (KEYS - 1) * batch) // (PIECE_TILES * KEYS)
         slots = min(PIECES * min(batch, total_q), of_keys)  # row tiles times pieces
         rows = min(PIECES * total_q, ROWS * slots)
@@ -105,5 +106,5 @@ class SplitRoom(NamedTuple):
 
 
 def may_split(total_k: int, max_seqlen_k: int) -> bool:
-    """Whether some sequence may have keys enough for two pieces."""
+    """Return True if some sequence may have enough keys for two pieces."""
     return -(-min(total_k, max_seqlen_k) // KEYS) >= 2 * PIECE_TILES

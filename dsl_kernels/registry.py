@@ -24,7 +24,7 @@ from .spec import VariantSpec
 
 
 def named(what: str) -> Any:
-    """What a family names as ``module:name``; imports the module."""
+    """Import and return the object that a family gives as ``module:name``."""
     module_, _, name = what.partition(":")
     return getattr(importlib.import_module(module_), name)
 
@@ -51,7 +51,8 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def budget(spec: VariantSpec) -> Budget | None:
-    """What one CTA of ``spec`` asks of an SM, as its module declares; None where it declares none.
+    """Return the SM resources that one CTA of ``spec`` needs, as its module declares them; None if
+    the module declares none.
 
     Raises ValueError if no kernel module builds ``spec``.
     """

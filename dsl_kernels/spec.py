@@ -2,9 +2,9 @@
 
 A spec names one compiled kernel.  Object files, exported symbols, test ids, benchmark labels,
 compile keys and ncu scripts all derive from it, so a name seen in one place can be pasted into any
-other.  In what variants of an op may differ is declared by its family (``families/``); this module
-turns declarations into specs and names.  It imports nothing but the standard library: hosts without
-the compiler read it.
+other.  The op's family (``families/``) declares in what its variants may differ; this module turns
+declarations into specs and names.  It needs the standard library alone: hosts without the compiler
+read it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class VariantSpec:
 
     @property
     def family(self) -> Family:
-        """What the op's variants have in common."""
+        """Declaration of the op's variants: axes, modules and the rest that they share."""
         return FAMILIES[self.op]
 
     @property
@@ -106,9 +106,10 @@ class VariantSpec:
 
     @property
     def record(self) -> Record | None:
-        """How the cache that it reads or writes stores a token, where its variants differ in that.
+        """Record of how the cache that the op reads or writes stores a token; None if the op has no
+        axis for that.
 
-        The record's source is one of the kernel's: what builds it is given the record by this.
+        The record's source counts as one of the kernel's: kernel modules take the record from here.
         """
         return FORMATS.get(self._by_name.get(CACHE_DTYPE.name, ""))
 
@@ -164,7 +165,7 @@ def _longest_first(axis: Axis) -> list[Any]:
 
 
 def _leads(rest: str, text: str) -> bool:
-    """Whether a name goes on with ``text``, whole."""
+    """Return True if ``rest`` of a name begins with ``text`` as a whole word."""
     return rest == text or rest.startswith(text + "_")
 
 

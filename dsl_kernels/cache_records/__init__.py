@@ -1,5 +1,6 @@
-"""How a paged cache stores a token: a file a record, which kernels, hosts and docs read.
+"""Formats of a paged cache: how each stores a token, one file a format (or a family of them), read
+by kernels, hosts and docs.
 
-``record.py`` says what a record is; ``families/formats.py`` lists them.  Nothing is imported here:
-a kernel imports the record that it reads, and so is not compiled anew for another one.
+``record.py`` declares a record; ``families/formats.py`` lists them.  Nothing is imported here: a
+kernel imports the record that it reads, and so is not compiled anew if another one changes.
 """

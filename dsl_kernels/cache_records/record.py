@@ -1,4 +1,5 @@
-"""What a record declares.  Standard library only: hosts without the compiler read it."""
+"""The declaration of a cache format: ``Record`` and its ``Field``s.  Standard library only: hosts
+without the compiler read it."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class Record:
         scale: None without; ``scale_bytes`` are those that a token has room for.
         group: channels that share a scale.
         least_scale: what append writes at least.
-        zero_scale: what a scale of 0 says: ``NO_TOKEN``; ``ZEROS``, channels are 0 whatever their
-            bytes are; ``NOTHING``, there is none.
+        zero_scale: meaning of a scale of 0: ``NO_TOKEN``, no token lies there; ``ZEROS``, its
+            channels are 0 whatever their bytes are; ``NOTHING``, no scale is 0.
         page_multiple: bytes to whose multiple ``allocate`` rounds a page up.
         layouts: where planes may also be tensors of their own: name -> ``Layout``.
 
@@ -81,10 +82,10 @@ class Record:
         most_kv_heads: of a cache.
         large_pages: whether a page may have any multiple of 64 tokens; kernels see several of 64.
         any_page: whether it may have any number of tokens.
-        named: whether a cache is of this format only where its name is given: its memory is bytes,
-            as that of others, and never told by its width.
-        longest_item: tokens of a sequence that attention sums in one go, about, because results
-            show what longer sums lose; 0: any number.
+        named: whether callers must name the format: its caches are tensors of bytes, as other
+            formats' are, and their width does not tell which.
+        longest_item: tokens of a sequence that attention sums in one accumulator, about: longer
+            sums lose bits that results show; 0: no limit.
         partial: dtype of partial rows of split sequences.  ``f16``: with an exponent for each 16
             channels, 528 elements a row.
 
@@ -130,28 +131,29 @@ class Record:
 
     @functools.cached_property
     def token_bytes(self) -> int:
-        """Of a token and KV head."""
+        """Bytes of a token for one KV head, in all planes together."""
         return sum(self.planes)
 
     @property
     def channels(self) -> int:
-        """Of K: content, then RoPE."""
+        """Channels of a token's K: content, then RoPE."""
         return self.content.count + self.rope_channels
 
     @property
     def rope_channels(self) -> int:
-        """Of field ``rope``."""
+        """Channels of field ``rope``; 0 if the record has none."""
         return 0 if self.rope is None else self.rope.count
 
     @property
     def powers(self) -> bool:
-        """Whether a scale cannot but be a power of two."""
+        """True if scales are stored as powers of two (``ue8m0``)."""
         return self.scale is not None and self.scale.dtype == "ue8m0"
 
     @property
     def arrangement(self) -> tuple[str, int, str]:
-        """What kernels of attention over bytes are told apart by: dtype of scales, channels that
-        share one, where RoPE is (``own`` bytes, which V has not; ``in v``, too; ``none`` apart)."""
+        """(dtype of scales, channels that share one, place of RoPE), by which kernels of attention
+        over bytes are chosen.  RoPE is ``own`` if it has a field that V does not contain, ``in v``
+        if V contains its field, and ``none`` if the record has no such field."""
         rope = "none" if self.rope is None else "in v" if self.rope_in_v else "own"
         return "" if self.scale is None else self.scale.dtype, self.group, rope
 

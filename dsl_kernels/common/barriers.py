@@ -44,11 +44,11 @@ class Ring:
 
     @property
     def field(self) -> dict:
-        """Its part of the storage."""
+        """The ring's part of the storage."""
         return {f"{self.name}_bar": array(Int64, self.stages * (1 if self.empty is None else 2))}
 
     def budget(self) -> tuple[bud.Barrier, ...]:
-        """Its entries in the budget."""
+        """Entries of the ring in a budget."""
         sides = [("full", self.full)] if self.empty is None else self._sides()
         return tuple(
             bud.Barrier(f"{self.name}_{side}", sum(who.values()), who, self.stages)
@@ -68,7 +68,8 @@ class Ring:
         return getattr(st, f"{self.name}_bar").data_ptr() + self.stages + index
 
     def init(self, st) -> None:
-        """By one thread, before the fence that publishes all barriers."""
+        """Initialise the ring's mbarriers with their arrivals; one thread calls this, before the
+        fence that publishes all barriers."""
         for i in range(self.stages):
             cute.arch.mbarrier_init(self.full_barrier(st, i), sum(self.full.values()))
             if self.empty is not None:
@@ -76,17 +77,20 @@ class Ring:
 
     @compat.dsl_user_op
     def wait_full(self, st, index, phase, *, loc=None, ip=None) -> None:
-        """Until slot ``index`` is filled for the ``phase``-th time."""
+        """Wait until slot ``index`` is filled.  ``phase``: parity of the fill that is waited for, 0
+        for the first."""
         cute.arch.mbarrier_wait(self.full_barrier(st, index), phase, loc=loc, ip=ip)
 
     @compat.dsl_user_op
     def wait_empty(self, st, index, phase, *, loc=None, ip=None) -> None:
-        """Until slot ``index`` is free; a writer's first phase is 1, which is free at once."""
+        """Wait until slot ``index`` is free.  ``phase``: a parity; a writer begins with 1, which is
+        free at once."""
         cute.arch.mbarrier_wait(self.empty_barrier(st, index), phase, loc=loc, ip=ip)
 
     @compat.dsl_user_op
     def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
-        """By one lane of a warp that has filled its share of the slot."""
+        """Arrive at ``full[index]``; one lane of a warp calls this once the warp has filled its
+        share of the slot."""
         cute.arch.mbarrier_arrive(self.full_barrier(st, index), loc=loc, ip=ip)
 
     @compat.dsl_user_op
@@ -101,11 +105,12 @@ class Ring:
 
     @compat.dsl_user_op
     def arrive_empty(self, st, index, *, loc=None, ip=None) -> None:
-        """By one lane of a warp that has read what it needs of the slot."""
+        """Arrive at ``empty[index]``; one lane of a warp calls this once the warp has read what it
+        needs of the slot."""
         cute.arch.mbarrier_arrive(self.empty_barrier(st, index), loc=loc, ip=ip)
 
 
 @compat.dsl_user_op
 def warps_meet(barrier: int, warps: int, *, loc=None, ip=None) -> None:
-    """A named barrier of ``warps`` warps."""
+    """Wait at named barrier ``barrier`` until ``warps`` warps have come."""
     cute.arch.barrier(barrier_id=int(barrier), number_of_threads=32 * warps, loc=loc, ip=ip)

@@ -1,8 +1,8 @@
-"""What a warp-specialised kernel asks of an SM, declared as data and checked before compiling.
+"""Needs of a warp-specialised CTA on an SM, declared as data and checked before compiling.
 
 A kernel module describes its CTA in a ``Budget``: warpgroups with their register counts, mbarriers
-with their arrivals, shared memory, MMA shapes.  ``check`` says in one sentence why such a CTA can
-not run, or None; codegen's audit then compares the same declaration with what was compiled
+with their arrivals, shared memory, MMA shapes.  ``check`` returns in one sentence why such a CTA
+cannot run, or None; codegen's audit then compares the same declaration with what was compiled
 (setmaxnreg values, mbarrier counts, threads), so it cannot drift away from the code.
 
 Standard library only: hosts without the compiler read it.
@@ -118,7 +118,7 @@ class Budget:
 
 
 def check(budget: Budget) -> str | None:
-    """Why no SM can run such a CTA, or it would wait forever; None if neither."""
+    """Return why no SM can run such a CTA, or why it would wait forever; None if neither holds."""
     checks = (_registers, _smem, _tmem, _barriers, _mmas)
     return next((reason for c in checks if (reason := c(budget)) is not None), None)
 

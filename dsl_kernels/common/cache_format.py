@@ -1,4 +1,4 @@
-"""What a paged cache looks like to a kernel that loads it by TMA.
+"""The planes of a paged cache, for kernels that load it by TMA.
 
 A format is a list of *planes*, tensors (pages, P, width), each of which becomes one swizzled tile
 of a stage, and whether an fp32 scale a token comes along.  What the bytes mean is the business of
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 # Words of createpolicy for all of an access.  A step reads a tile of the cache once: it is evicted
 # first, so that tiles push out tiles, not what is read again (tables, partial rows, the weights of
-# the next layer).  Of a sequence with many row blocks, queries and results would push out what the
-# next row block reads: normal.
+# the next layer).  If a sequence has many row blocks, each reads the tiles again, and queries and
+# results would push out tiles that are evicted first: tiles have normal priority then.
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
 MANY_BLOCKS = 32
 

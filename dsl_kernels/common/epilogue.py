@@ -1,4 +1,4 @@
-"""How finished query rows reach memory: ``out`` and ``lse``, or a slot of partial results."""
+"""Stores of finished query rows: to ``out`` and ``lse``, or to a slot of partial results."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .work_list import LOG2E
 
 
 class Results(NamedTuple):
-    """What a decode kernel writes."""
+    """Tensors that a decode kernel writes, and the sinks that scale them."""
 
     out: cute.Tensor  # (b, s_q, h, 512)
     lse: cute.Tensor  # (b, h, s_q)
     o_accum: cute.Tensor  # (slots, unit_rows, PARTIAL_ROW) fp16 or (.., 512) fp32, see partials.py
     lse_accum: cute.Tensor  # (slots, unit_rows)
-    sink: Any = None  # (h,) fp32, a logit of each head that weighs and is no value; or (0,)
+    sink: Any = None  # (h,) fp32: a logit a head that joins the softmax sum without a V; (0,): none
 
     @property
     def tight(self) -> bool:
-        """Whether slots have no rows beside a unit's, which then may be any number: sparse
-        decode's, the only one that has sinks.  Else units are whole row tiles."""
+        """True if a slot has a unit's rows only, any number of them, and no padding: in sparse
+        decode, the only op with sinks.  If false, units are whole row tiles."""
         return self.sink is not None
 
 
 @cute.jit
 def of_sink(sink, head, value):
-    """What a row of ``head`` keeps beside its sink, 1 / (1 + exp(sink - lse)); ``value``: its LSE
-    in log2 units, of a row that saw a token."""
+    """Factor 1 / (1 + exp(sink - lse)) that the sink of ``head`` leaves to a row's values.
+    ``value``: LSE, in log2 units, of a row that saw a token."""
     return 1.0 / (1.0 + cute.math.exp2(sink[head] * LOG2E - value, fastmath=True))
 
 
@@ -44,16 +44,17 @@ def of_sink(sink, head, value):
 def finish_row(
     results, call, slot, rows, row, row_sum, frame, log2_in: cutlass.Constexpr = None
 ):  # fmt: skip
-    """LSE of the CTA's row ``row`` to memory, final or (log2) into the split's slot.
+    """Write the LSE of the CTA's row ``row``: a final one to ``lse``, a split's (in log2 units) to
+    its slot.
 
     Args:
         rows: the CTA's rows of the item (``work_list.Rows``).
         log2_in: ``log2_in(row_sum, frame)``, log2 of row_sum 2^frame; None: the sum of the frame
             and of the fast logarithm.
 
-    Returns 1/row_sum, by which the row's values are multiplied, and by what its sink leaves, unless
-    it goes to a slot; 0 for a row that saw no token.  Both are NaN if the item does not stand: its
-    query tokens may be another request's by now.
+    Returns the factor of the row's values: 1/row_sum, times ``of_sink`` if the row is final and has
+    a sink; 0 if the row saw no token.  LSE and factor are NaN if the item does not stand
+    (``rows.stands`` is 0): its query tokens may be another request's by now.
     """
     empty, kept = row_sum == 0.0, Float32(1.0)
     if const_expr(log2_in is None):
@@ -89,7 +90,7 @@ def finish_row(
 
 
 class Shared(NamedTuple):
-    """Who shares the exponent of a thread's channels in a split's partial row (partials.py).
+    """Lanes that share the exponents of a thread's channels in a split's partial row (partials.py).
 
     Attributes:
         lane_bits: lanes that differ from this one in these bits of their numbers alone hold the
@@ -105,7 +106,7 @@ class Shared(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a thread holds of a row of its CTA.
+    """Values of one row of the CTA that a thread holds.
 
     Attributes:
         row: how far from the thread's first row; an int.
@@ -168,7 +169,7 @@ class Woven(NamedTuple):
 
 @cute.jit
 def write_rows(results, slot, rows, at, held, shared, woven=None):
-    """A thread's normalised channels of its rows: into ``out``, or the split's slot.
+    """Store a thread's normalised channels of its rows, to ``out`` or to the split's slot.
 
     With ``shared.lane_bits`` all lanes of a warp call this, each with its rows.  Whatever is known
     at compile time is a distance from the thread's first row and channel: then addresses are
@@ -233,7 +234,8 @@ def write_rows(results, slot, rows, at, held, shared, woven=None):
 
 
 def target_of(tensor, place, at, held, woven):
-    """Where this lane's first value of ``tensor`` goes, whose row lies at ``place``."""
+    """Pointer to the first value that this lane stores; ``place``: elements from the start of
+    ``tensor`` to the thread's first row."""
     _, channel = at
     if woven is not None:
         return tensor.iterator + (place + channel + woven.offset(tensor.element_type))

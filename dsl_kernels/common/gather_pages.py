@@ -68,8 +68,8 @@ class AnyPages(WorkList):
 
 
 class FromPages:
-    """What makes a loader of lists (gather_records.py, gather_v4.py) one of pages: in front of it
-    among a class' bases."""
+    """Mixin that turns a loader of lists (gather_records.py, gather_v4.py) into one of pages; it
+    comes before the loader among a class' bases."""
 
     stages: int
     q_stages: int
@@ -95,13 +95,15 @@ class FromPages:
         return Int32(cutlass.select_(named, entry, Int32(-1))), offset
 
     def _is_named(self, entry, tile, ahead, pages, tokens):
-        """Whether there is a token, as ``_place`` has it."""
+        """Return true if ``entry`` is a page of the pool and the lane's place lies before the
+        sequence's end."""
         named = compat.unsigned(entry) < compat.unsigned(tokens.count)
         return named & (tile * self.work.tile + ahead < pages.count)
 
     @cute.jit
     def _announce(self, feed: Feed, on_full, tile_of_q, ahead):
-        """As of ``GatherRecords``."""
+        """Run the announcer like ``GatherRecords._announce``, but load the next tile's entries
+        behind ``on_full``, across which there are no registers for them."""
         lane, tokens = cute.arch.lane_idx(), feed.cache.source
         feed = feed._replace(mark=None)  # no function goes through the loops
         span = self.work.items_of(feed.work, feed.part)
@@ -138,7 +140,8 @@ class GatherPages(FromPages, GatherRecords):
     """``GatherRecords`` whose rows come from pages."""
 
     def _lines(self, planes, at_c, at_r, page, offset, first):
-        """As the base class', but an address serves RoPE, too, if there is some."""
+        """Copy eight rows as the base class does, but with one address for a row's content and its
+        RoPE, if the record has RoPE."""
         if not self.rope:
             super()._lines(planes, at_c, at_r, page, offset, first)
             return

@@ -47,11 +47,11 @@ HALVES = {0: (0, 4), Q_WARP: (4, 6), 3: (6, 8)}  # groups by warp, the first hal
 
 
 class Records(NamedTuple):
-    """Where rows of the cache are, as ``GatherRecords.source`` gives them to the kernel.
+    """The cache as ``GatherRecords.source`` gives it to the kernel.
 
     Attributes:
-        rows: u8 (pages, P, 656).
-        count: tokens of the pool.
+        rows: u8 (pages, P, bytes of a token): 656 of ``fp8_ds_mla``.
+        count: tokens of the pool, or its pages if entries name pages (``FromPages.source``).
         by_page: divisor by P.
     """
 
@@ -91,13 +91,15 @@ class GatherRecords(GatherRows):
         return *super().barriers(), *(self.first_half.budget() if self.halves else ())
 
     def init(self, st) -> None:
-        """By one thread, before ``pipe``."""
+        """Initialise the barriers of ``landed`` and, with ``halves``, of ``first_half``; one thread
+        calls this, before ``pipe``."""
         super().init(st)
         if self.halves:
             self.first_half.init(st)
 
     def free_first_half(self, st, stage) -> None:
-        """By all lanes of a reading warp, which have read what they need of its rows."""
+        """Free the first half of a stage's rows, if there are ``halves``; all lanes of a reading
+        warp call this once they have read what they need of it."""
         cute.arch.sync_warp()
         if not self.halves:
             return
@@ -180,6 +182,7 @@ class GatherRecords(GatherRows):
                 ahead(i + 1)
 
     def _is_named(self, entry, tile, ahead, count, tokens):
-        """Whether an entry names a token, as ``_place`` has it."""
+        """Return true if ``entry`` is a token of the pool and its place in the row is below
+        ``count``."""
         named = compat.unsigned(entry) < compat.unsigned(tokens.count)
         return named & (tile * self.work.tile + ahead < count)

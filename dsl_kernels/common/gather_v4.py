@@ -4,9 +4,9 @@ As gather_records.py's, but for what follows.
 
 Two lists.  A query token has a row of ``indices``, over one cache, and one of ``extra_indices``,
 over a second cache with pages of its own size; it attends to the union.  Tiles of the first list
-come first, as many as a whole row of it has; entries from ``topk_length`` on are no token's, so
-that some tiles may have none.  A call without a second cache has rows of no entries there, and the
-first cache again.
+come first, as many as a whole row of it has; entries from ``topk_length`` on name no token, so that
+some tiles may have none.  A call without a second cache gives the first cache again, and a second
+list of no entries.
 
 Two planes.  A page has data, then scales.  A token has 448 channels of content: three lines and a
 half of 128 bytes.  The half lines of a tile lie behind its lines, as rows of 64 bytes with a
@@ -39,7 +39,7 @@ SECOND = 1 << 30
 
 
 class TwoPools(NamedTuple):
-    """Where tokens of both caches are, as ``GatherTwo.source`` gives them to the kernel.
+    """Both caches as ``GatherTwo.source`` gives them to the kernel.
 
     Attributes:
         rows, extra_rows: u8 (pages, P, bytes of a token).
@@ -137,7 +137,8 @@ class GatherTwo(GatherRecords):
         return Int32(cutlass.select_(named, page, Int32(-1))), offset
 
     def _is_named(self, entry, tile, ahead, lists, tokens):
-        """Whether an entry names a token."""
+        """Return true if ``entry`` is a token of the pool of its tile's list; ``_entry`` is -1
+        where none counts."""
         count = cutlass.select_(tile >= lists.tiles, tokens.extra_count, tokens.count)
         return compat.unsigned(entry) < compat.unsigned(Int32(count))
 

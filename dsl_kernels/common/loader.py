@@ -66,7 +66,7 @@ class Cache(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """What a loader's warps work with.
+    """Arguments of a loader's roles (``Loader.run``).
 
     Attributes:
         st: shared memory.
@@ -88,7 +88,7 @@ class Feed(NamedTuple):
 
 
 class Loader(Protocol):
-    """What a kernel asks of a loader.
+    """Protocol of a loader: the members that a kernel uses.
 
     Attributes:
         stages: of the KV ring.
@@ -103,16 +103,17 @@ class Loader(Protocol):
         """Shared memory of its own: barriers, tables."""
 
     def barriers(self) -> tuple[bud.Barrier, ...]:
-        """Its barriers in a budget, those of the KV ring first."""
+        """Barriers of the loader in a budget, those of the KV ring first."""
 
     def source(self, tensors: tuple, layouts: tuple) -> tuple:
-        """Host half: what the kernel gets for the cache's planes."""
+        """Host half: return what the kernel gets for the cache's planes."""
 
     def descriptors(self, source: tuple) -> tuple:
         """Copy atoms of ``source`` whose tensor maps should be prefetched."""
 
     def init(self, st: Any) -> None:
-        """By one thread, before ``pipe``: its barriers beside the KV ring's."""
+        """Initialise the loader's barriers beside the KV ring's; one thread calls this, before
+        ``pipe``."""
 
     def pipe(self, st: Any) -> Any:
         """The KV ring, as readers wait for and release its stages; by all threads of the CTA.  Its

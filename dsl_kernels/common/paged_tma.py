@@ -4,7 +4,7 @@ Works for any ``CacheFormat``, on every arch that has TMA.
 
     warp 0   fills the ring (and issues Q's tiles where they pass through it)
     warp 1   issues Q's tiles into their own ring
-    warp 2   what the kernel wants done about every full stage, if anything
+    warp 2   calls the kernel's ``on_full`` for every full stage, if it has one
 
     k_pipe   warp 0 -> who reads the KV tile    (full: TMA bytes, empty: warps)
 
@@ -132,13 +132,14 @@ class PagedTma:
         return (*pipe, *(barrier for ring in self._rings() for barrier in ring.budget()))
 
     def _rings(self) -> list[Ring]:
-        """Those of the chunks."""
+        """Rings of chunks that this loader has: full barriers if there are several chunks, and
+        those of early ones."""
         used = (self.more, self.chunks > 1), (self.freed, len(self.early.chunks) > 0)
         return [ring for ring, wanted in used if wanted]
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a chunk of a KV tile."""
+        """Bytes that arrive for one chunk of a KV tile, of all planes and of scales."""
         return self.work.tile * self.format.token_bytes // self.chunks
 
     def init(self, st) -> None:
@@ -151,11 +152,13 @@ class PagedTma:
         return ring_pipe(st.k_bar, self.stages, self.readers, self.chunk_bytes, self.cluster)
 
     def wait_chunk(self, st, turn: int, index, phase) -> None:
-        """Until ``order[turn]`` of a stage is there; the first one's barrier is the pipe's."""
+        """Wait until chunk ``order[turn]``, ``turn`` > 0, of a stage is there; the first one's
+        barrier is the pipe's."""
         self.more.wait_full(st, index * (self.chunks - 1) + (turn - 1), phase)
 
     def free_early(self, st, index, chosen) -> None:
-        """By the lanes with ``chosen``, one of each reading warp: the early chunks are read."""
+        """Free the early chunks of stage ``index``: the lanes with ``chosen`` arrive, one of each
+        reading warp."""
         self.freed.arrive_full_if(st, index, chosen)
 
     # ---------------------------------------------------------------- device: producers
@@ -169,7 +172,8 @@ class PagedTma:
         return rank, {"mcast_mask": cute.make_layout_image_mask(vmnk, (0, rank, 0, 0), mode=1)}
 
     def _policy(self, work, query_rows):
-        """What L2 does with tiles of the cache (cache_format.py)."""
+        """L2 policy of the cache's tiles (cache_format.py): normal if sequences have
+        ``MANY_BLOCKS`` row blocks or more on average, else evict first."""
         blocks = query_rows // (self.rows * self.cluster)
         many = blocks // MANY_BLOCKS >= work.cache_seqlens.shape[0]  # of them a sequence
         return Int64(cutlass.select_(many, Int64(EVICT_NORMAL), Int64(EVICT_FIRST)))
@@ -200,7 +204,7 @@ class PagedTma:
 
     @cute.jit
     def _fill(self, feed: Feed, tile_of_q):
-        """For each tile, every plane and the scales into the next free stage."""
+        """Load every plane and the scales of each tile into the next free stage."""
         st, layouts, k_pipe, cache, work, call, part, mark = feed
         span, kv_heads = self.work.items_of(work, part), cache.kv_heads
         copy_scales = self._copier(st, cache.scale)
@@ -247,7 +251,8 @@ class PagedTma:
         # together, so no arrival can reach a CTA that is gone
 
     def _copier(self, st, scale):
-        """What copies the scales of a box; None without scales."""
+        """Function that copies the scales of a box (``TokenScales.copier``); None without
+        scales."""
         return None if self.scales is None else self.scales.copier(st, scale)
 
     def _at(self, box, chunk, stage):
@@ -256,7 +261,8 @@ class PagedTma:
 
     @cute.jit
     def _chunk_barrier(self, st, k_pipe, kst, turn: cutlass.Constexpr):
-        """What the copies of ``order[turn]`` complete, armed, once the chunk is free."""
+        """Arm and return the barrier that the copies of chunk ``order[turn]`` complete, once the
+        chunk is free."""
         early = len(self.early.chunks)
         if const_expr(turn == 0 and early == 0):
             k_pipe.producer_acquire(kst)
@@ -313,7 +319,8 @@ def chunk_ring(stages: int, chunks: int) -> Ring:
 
 
 def early_ring(stages: int, early: Early) -> Ring:
-    """Who has read the early chunks of a stage (its ``full`` side)."""
+    """Barriers of early chunks, one a stage: their ``full`` side completes when ``early.warps``
+    warps have read them."""
     return Ring("k_early", stages, {"P.V": early.warps})
 
 

@@ -36,15 +36,15 @@ EVERY_BYTE = 0x01010101
 
 
 def fake(slots: Any, unit_rows: Any, out_dtype: Any = None) -> cute.Tensor:
-    """``o_accum`` of a kernel whose results are ``out_dtype``; None: which need no more than the
-    16 bits."""
+    """Fake ``o_accum`` of a kernel whose results are ``out_dtype``: fp32 rows if that is fp16;
+    otherwise, and for None, fp16 rows with exponents."""
     if out_dtype is F16:
         return compat.contiguous(Float32, (slots, unit_rows, D))
     return compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW))
 
 
 def is_exact(o_accum: cute.Tensor) -> bool:
-    """Whether rows are fp32, without exponents."""
+    """Return True if partial rows are fp32, without exponents."""
     return o_accum.element_type is Float32
 
 

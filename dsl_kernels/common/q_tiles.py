@@ -67,7 +67,7 @@ class QTiles:
 
     @property
     def bytes(self) -> int:
-        """Of a Q tile."""
+        """Bytes of a Q tile, in all planes together."""
         return self.rows * sum(p.token_bytes for p in self.format.planes)
 
     def barriers(self) -> tuple[bud.Barrier, ...]:
@@ -117,8 +117,8 @@ class QTiles:
         return list(zip(self.format.planes, source, tiles, strict=True))
 
     def _copy(self, planes, rows, stage, bar):
-        """This CTA's row tile of an item into a stage: rows behind the sequence's end, which may be
-        another's, are nobody's and are not written; behind the last query there are zeros."""
+        """Copy this CTA's row tile of an item into a stage.  Rows past the sequence's end may be
+        another sequence's: nothing is written for them.  Rows past the last query are zeros."""
         for plane, loaded, tiles in planes:
             moved = cute.domain_offset((rows.first, 0), loaded.coords)
             target, source = cpasync.tma_partition(

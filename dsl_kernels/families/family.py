@@ -1,4 +1,4 @@
-"""What a family of kernels declares."""
+"""The declaration of a family of kernels: ``Axis`` and ``Family``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Axis:
         name: attribute of the spec.
         letters: what stands before the value in a variant's name; words need none.
         values: all that may be asked for; what is built by default is for the family to say.
-        default: of specs that do not give it; a function is asked with the values of the axes
-            before it; ``REQUIRED``: there is none.
+        default: of specs that do not give it, or a function of the values of the axes before it;
+            ``REQUIRED``: there is none.
         named: stands in every name; else only where it differs from the default, so that adding
             such an axis renames nothing.
     """
@@ -43,7 +43,7 @@ class Axis:
         return self.default(values) if callable(self.default) else self.default
 
     def shown(self, values: Values) -> bool:
-        """Whether a spec with these values names this one."""
+        """Return True if the name of a spec with these values shows this axis."""
         return self.named or values[self.name] != self.default_of(values)
 
 
@@ -56,8 +56,9 @@ ITEM_OVERHEAD = 6  # token tiles: prologue, epilogue and merge of what decodes
 class Family:
     """All variants of one op, and what hosts must know of it.
 
-    Other packages ask these attributes, not which op it is.  What is named as ``module:name`` lies
-    on a floor above and is imported when it is wanted (``registry.named``).
+    Other packages read these attributes; they do not compare the op's name.  An object that is
+    given as ``module:name`` lies in a package above this one, and is imported when it is wanted
+    (``registry.named``).
 
     Attributes:
         op: first word of their names.
@@ -109,7 +110,7 @@ class Family:
 
     @property
     def helper(self) -> bool:
-        """Whether it is of kind ``helper``."""
+        """True if the family is of kind ``helper``."""
         return self.kind == HELPER
 
     def axis(self, name: str) -> Axis | None:

@@ -10,7 +10,7 @@ from .family import Axis, Family, Values
 
 
 def points(_arch: str) -> Iterator[Values]:
-    """What calls take: a unit's rows times its heads are 256 at most."""
+    """Yield every (heads, unit_rows) that calls may use: their product is 256 at most."""
     for heads in HEADS:
         for unit_rows in UNIT_ROWS:
             if heads * unit_rows <= 256:

@@ -10,12 +10,13 @@ from .family import MHA, Axis, Family, Values
 
 
 def _of_head(table: dict[int, int]) -> Callable[[Values], int]:
-    """What the channels of q and k decide."""
+    """Return the default of an axis that follows from ``d_qk``, the channels of q and k."""
     return lambda values: table[values["d_qk"]]
 
 
 def _q_steps(values: Values) -> int:
-    """With 256 channels shared memory's port is the tighter bound: 0 to 2 % on an H200."""
+    """Return the default of ``q_steps``: 4 for 256 channels and whole keys, where shared memory's
+    port is the tighter bound (gain on an H200: 0 to 2 %)."""
     return 4 if values["d_qk"] == 256 and values["keys"] == "whole" else 0
 
 
@@ -42,7 +43,8 @@ def _module(arch: str, values: Values) -> str | None:
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Keys that are not split: where pieces are the faster call has not been measured."""
+    """Yield the default matrix: SM90 and whole keys, since it has not been measured where split
+    keys are faster."""
     for d_qk, dtype in itertools.product((192, 128, 256), ("bf16", "f16")):
         if arch == "sm_90a":
             yield {"d_qk": d_qk, "dtype": dtype}

@@ -20,7 +20,7 @@ CHOSEN = ((8, 1), (16, 2), (32, 1), (16, 8), (0, 1), (0, 2), (0, 4), (0, 8))
 
 
 def points(_arch: str) -> Iterator[Values]:
-    """What calls take."""
+    """Yield the variants that hosts choose from, ``CHOSEN``."""
     for keys, cluster in CHOSEN:
         yield {"threads": 1024, "keys": keys, "cluster": cluster}
 

@@ -54,8 +54,9 @@ class WarpScales:
 
     @cute.jit
     def make(self, st, stage, wwarp, lane):
-        """By a whole warp, which must have read those of the block before; a ``sync_warp`` later
-        its lanes may ``read``."""
+        """Write sigma, 1/sigma and, with ``logs``, log2 sigma of the warp's tokens of ring stage
+        ``stage``.  A whole warp calls this once it has read those of the block before; after a
+        ``sync_warp`` its lanes may ``read``."""
         first = self.tokens * group_of(self.form, wwarp)
         out = self._of_warps(st)
         for x in cutlass.range_constexpr(0, self.tokens, LANES):
@@ -66,7 +67,8 @@ class WarpScales:
                 out[lane + x, LOG2, wwarp] = cute.math.log2(s, fastmath=True)
 
     def read(self, st, wwarp, which: int, into, run=0) -> None:
-        """One of them of the warp's tokens of ``run``: the lanes read the same words."""
+        """Read column ``which`` (``SIGMA``, ``INVERSE`` or ``LOG2``) of the warp's tokens of
+        ``run`` into ``into``; all lanes read the same words."""
         words = self._of_warps(st)[None, which, wwarp]
         if self.runs > 1:
             words = cute.local_tile(words, (RUN,), (run,))
@@ -74,12 +76,12 @@ class WarpScales:
 
     @property
     def runs(self) -> int:
-        """How many of ``RUN`` tokens."""
+        """Number of runs of ``RUN`` tokens among the warp's tokens."""
         return self.tokens // RUN
 
     @property
     def columns(self) -> int:
-        """How many words a token has."""
+        """Words of a token: sigma, 1/sigma and, with ``logs``, log2 sigma."""
         return LOG2 + 1 if self.logs else LOG2
 
     def _of_warps(self, st):
@@ -93,17 +95,17 @@ def group_of(form: umma.Form, wwarp):
 
 
 def exchange_fields() -> dict:
-    """Storage of what the shares of a row tell each other: maxima, sums."""
+    """Storage of ``exchange``, for maxima and sums of the shares of a row."""
     count = BUFFERS * umma.LANES
     return dict(maxima=array(Float32, count, 128), sums=array(Float32, count, 128))
 
 
 @cute.jit
 def exchange(field, form: cutlass.Constexpr, buffer, row, wwarp, value, barrier_id):
-    """What every share of a row has to say of it, in the order of their tokens.
+    """Return the ``value`` of every share of a row, in the order of the shares' tokens.
 
-    ``buffer`` alternates.  The warps of the same rows meet at barrier ``barrier_id`` or one of the
-    next, of which there are WARPS / groups.
+    ``buffer`` alternates from call to call.  Warps that share rows meet at one of the
+    WARPS / groups barriers from ``barrier_id`` on.
     """
     sets = const_expr(WARPS // form.groups)
     shares = field.get_tensor(cute.make_layout((form.rows, form.groups, BUFFERS)))
@@ -162,7 +164,7 @@ def logits(
 
 
 def maximum(t):
-    """Of a thread's values, in four chains; NaN loses."""
+    """Maximum of a thread's values, in four chains; a NaN loses to any number."""
     tops = [t[v] for v in range(4)]
     for v in range(4, cute.size(t)):
         tops[v % 4] = cute.arch.fmax(tops[v % 4], t[v])

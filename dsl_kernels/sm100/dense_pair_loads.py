@@ -1,4 +1,4 @@
-"""What fills shared memory for a pair of CTAs with a 16-bit cache (dense_pair.py): Q, K and V.
+"""Loads of Q, K and V into shared memory, for a pair of CTAs with a 16-bit cache (dense_pair.py).
 
 A tile has 128 tokens.  As operand B of Q.K a CTA holds *its 64 tokens* of all channels, as operand
 B of P.V *its 256 channels*, 128 of each half, of all tokens: the same bytes cannot serve both, so
@@ -250,7 +250,7 @@ class PairQ:
     descriptors = staticmethod(atoms)
 
     def bound(self, source):
-        """With the tensor maps, for the producer."""
+        """Return ``PairQ`` with its tensor maps, for the producer."""
         return BoundQ(*source)
 
 
@@ -260,9 +260,9 @@ class BoundQ(NamedTuple):
     source: Loaded
 
     def copy(self, squares, rows, chunk, to, bar) -> None:
-        """64 channels of this CTA's rows of an item to square ``to`` of ``squares``; rows behind
-        the sequence's end, which may be another's, are nobody's and are not written; behind the
-        last query there are zeros."""
+        """Copy 64 channels of this CTA's rows of an item to square ``to`` of ``squares``.  Rows
+        past the sequence's end may be another sequence's: nothing is written for them.  Rows past
+        the last query are zeros."""
         moved = cute.domain_offset((rows.first, 0), self.source.coords)
         tiles = cute.local_tile(moved, (ROWS, RUN), (0, None))
         target, source = cpasync.tma_partition(

@@ -1,4 +1,4 @@
-"""What the roles of the 128-row pipeline (dense_pair.py) share: barriers, where P and V lie."""
+"""Barriers, and places of P and V, that the roles of the 128-row pipeline (dense_pair.py) share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ P_BYTES = P_STAGES * RUNS * SQUARE
 
 
 class PairParts:
-    """What the roles are composed of (``dense_parts.Parts``).
+    """Components of the pipeline's roles, a ``dense_parts.Parts``.
 
     Attributes:
         q_tiles, loads, values: Q, K and V, V's cleaner.
@@ -69,23 +69,23 @@ class PairParts:
 
     @property
     def all_rings(self) -> tuple[Ring, ...]:
-        """Of the roles and of the loads."""
+        """Rings of the roles and of the loads."""
         return (*self.rings, *self.loads.rings)
 
     @property
     def smem_bytes(self) -> int:
-        """Of Q, K, V and P."""
+        """Bytes of shared memory for Q, K, V and P."""
         return BYTES + P_BYTES
 
     def tile_fields(self, layouts: Layouts) -> dict:
-        """Q, K, V and P."""
+        """Storage of Q, K, V and P."""
         return dict(
             **self.loads.tile_fields(layouts),
             p=array(self.dtype, P_BYTES // 2, 1024),
         )
 
     def p_address(self, st, stage):
-        """A region of its own."""
+        """Byte address of P of a stage; P has a region of its own."""
         return umma.address_of(st.p.data_ptr()) + stage * (RUNS * SQUARE)
 
     @cute.jit
@@ -103,5 +103,5 @@ class PairParts:
 
     @cute.jit
     def wait_products(self, st, state):
-        """P is freed by it."""
+        """Wait until P.V of the tile before ``state``'s is complete, which has freed P."""
         self.rings.p.wait_empty(st, 0, state.phase ^ 1)

@@ -1,8 +1,8 @@
-"""What the roles of SM100's 16-bit decode share: sizes, barriers, tensor memory, products.
+"""Sizes, barriers, tensor memory and products that the roles of SM100's 16-bit decode share.
 
 Two pipelines are made of them, of 64 rows (dense_ws.py) and of 128 (dense_pair.py): a ``Parts``
-each says where P and V lie and who has read them.  Here, too, what umma.py lacks for O in tensor
-memory: stores of registers.  Section numbers are those of PTX ISA 9.1.
+each says where P and V lie and who has read them.  Stores of registers to O in tensor memory, which
+umma.py lacks, are here, too.  Section numbers are those of PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def inverses(form: umma.Form) -> Ring:
 
 
 class Cta(NamedTuple):
-    """What every role of a CTA works with; ``tiles``: what a pipeline's own roles need beside."""
+    """State that every role of a CTA works with; ``tiles``: more of it, for a pipeline's own
+    roles."""
 
     st: Any
     gmem: DenseGmem
@@ -91,7 +92,7 @@ class Cta(NamedTuple):
 
 
 class Parts(Protocol):
-    """What softmax and correction ask of a pipeline.
+    """Protocol of a pipeline's components: the members that softmax and correction use.
 
     Attributes:
         dtype: of Q, K, V and P.
@@ -116,11 +117,12 @@ class Parts(Protocol):
     def prepare_values(
         self, cta: Cta, state: Any, tile: Any, ragged_from: Any, seqlen: Any
     ) -> None:
-        """By the correction warps, behind P: V of ``tile`` is there, and what of it must not meet
-        P = 0 is cleared.  ``state``: P's, a consumer's."""
+        """Make V of ``tile`` ready for P.V: wait until it is there, and clear what must not meet a
+        P of 0: all V from token ``seqlen`` on, and V that is not finite from token ``ragged_from``
+        on.  The correction warps call this once P is full; ``state``: P's, a consumer's."""
 
     def wait_products(self, st: Any, state: Any) -> None:
-        """Until P.V of the tile before ``state``'s is complete, which its own is not yet.
+        """Wait until P.V of the tile before ``state``'s is complete, which its own is not yet.
 
         With one stage of P, a full P says so as well: the softmax warps waited before they filled
         it."""

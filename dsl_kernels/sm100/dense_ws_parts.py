@@ -1,4 +1,4 @@
-"""What the roles of the 64-row pipeline (dense_ws.py) share: KV ring, barriers, where P lies."""
+"""KV ring, barriers and place of P that the roles of the 64-row pipeline (dense_ws.py) share."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Pipes(NamedTuple):
 
 
 class WsParts:
-    """What the roles are composed of (``dense_parts.Parts``).
+    """Components of the pipeline's roles, a ``dense_parts.Parts``.
 
     ``p``, ``corrected`` and ``o`` have the KV ring's stages, whose release frees theirs.
 
     Attributes:
-        o: who has completed P.V of a stage.
+        o: P.V of a stage is complete.
         q_tiles, loads, values: Q, KV tiles, V in the ring.
     """
 
@@ -92,7 +92,7 @@ class WsParts:
 
     @property
     def all_rings(self) -> tuple[Ring, ...]:
-        """Beside those of Q and of the KV ring."""
+        """Rings beside those of Q and of the KV ring."""
         return (*self.rings, self.o)
 
     def layouts(self) -> Layouts:
@@ -105,18 +105,18 @@ class WsParts:
 
     @property
     def smem_bytes(self) -> int:
-        """Of the KV ring and Q."""
+        """Bytes of shared memory for the KV ring and Q."""
         return (STAGES * TILE + Q_STAGES * self.form.rows) * TOKEN_BYTES
 
     def tile_fields(self, layouts: Layouts) -> dict:
-        """KV ring and Q, at multiples of the 1024-byte swizzle period."""
+        """Storage of the KV ring and Q, at multiples of the 1024-byte swizzle period."""
         return dict(
             kc=array(self.dtype, cute.cosize(layouts.k[0]), 1024),
             qc=array(self.dtype, cute.cosize(layouts.q[0]), 1024),
         )
 
     def p_address(self, st, stage):
-        """Where the tile's RoPE columns were, which Q.K alone reads."""
+        """Byte address of P of a stage: over the tile's RoPE columns, which only Q.K reads."""
         return umma.address_of(st.kc.data_ptr()) + (stage * CHUNKS + CHUNKS - 1) * BLOCK
 
     @cute.jit

@@ -98,7 +98,7 @@ class Barrier(IntEnum):
 
 
 class PairRings(NamedTuple):
-    """Those of the roles, and ``both``: P of both CTAs."""
+    """Rings of the roles, and ``both``, at the leader: P and V of both CTAs are there."""
 
     roles: Rings
     both: ToLeader
@@ -170,7 +170,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def loads_of(spec: VariantSpec) -> PairTma:
-    """What fills shared memory."""
+    """Loads of Q, K, V and scales into shared memory; K has ``spec.stages`` stages,
+    ``loads.K_STAGES`` by default."""
     return PairTma(spec.page_size, spec.stages or loads.K_STAGES)
 
 
@@ -179,7 +180,7 @@ def build(spec: VariantSpec):
 
 
 class Cta(NamedTuple):
-    """What every role of a CTA works with; ``tmem``: the address of its tensor memory."""
+    """State that every role of a CTA works with; ``tmem``: the address of its tensor memory."""
 
     st: Any
     layouts: Layouts
@@ -200,11 +201,11 @@ class PairTiles:
         self.tma, self.stages = tma, tma.k_stages
 
     def wait(self, cta, state) -> None:
-        """Until the scales are there."""
+        """Wait until the scales are there."""
         self.tma.c.wait_full(cta.st, state.index, state.phase)
 
     def wait_values(self, cta, p_state) -> None:
-        """Until this CTA's V is; its arrival at P tells the leader."""
+        """Wait until this CTA's V is there; its arrival at P tells the leader."""
         self.tma.v.wait_full(cta.st, p_state.index, p_state.phase ^ 1)
 
     @cute.jit

@@ -200,7 +200,7 @@ class Layouts(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """What every role of a CTA works with; ``tmem``: the address of its tensor memory."""
+    """State that every role of a CTA works with; ``tmem``: the address of its tensor memory."""
 
     st: Any
     k_pipe: Any
@@ -218,7 +218,7 @@ class RingTiles:
         self.stages, self.scales = stages, scales
 
     def wait(self, cta, state) -> None:
-        """Until the tile is there."""
+        """Wait until the tile is there."""
         cta.k_pipe.consumer_wait(state)
 
     def wait_values(self, cta, p_state) -> None:
@@ -229,7 +229,7 @@ class RingTiles:
         self.scales.zero_values(st, stage, valid, 0, D // umma.LINE)
 
     def release(self, cta, state) -> None:
-        """One of the tile's readers is done."""
+        """Free the tile for this warp, one of its readers."""
         cta.k_pipe.consumer_release(state)
 
 
@@ -332,7 +332,7 @@ class Ws:
             self.form.free(st.tmem.data_ptr(), self.columns.allocated)
 
     def feed(self, cta: Cta, tma: Tma, layouts: Layouts) -> Feed:
-        """What the loader's warps work with."""
+        """Arguments of the loader's roles (``Loader.run``), for this CTA's part."""
         _, part, _ = cute.arch.block_idx()
         cache = Cache(tma.kv, cta.gmem.scale.shape[0], cta.gmem.scale)
         return Feed(cta.st, layouts.k, cta.k_pipe, cache, cta.gmem.work, cta.call, part)
@@ -345,11 +345,11 @@ class Ws:
     # ---------------------------------------------------------------- issuing warps
 
     def wait_q(self, cta: Cta, kst):
-        """By Q.K's issuer, until the item's Q tile is there."""
+        """Wait until the item's Q tile is there; Q.K's issuer calls this."""
         cta.k_pipe.consumer_wait(kst)
 
     def wait_tile(self, cta: Cta, kst):
-        """By Q.K's issuer, until a KV tile is there."""
+        """Wait until a KV tile is there; Q.K's issuer calls this."""
         cta.k_pipe.consumer_wait(kst)
 
     @cute.jit

@@ -86,7 +86,7 @@ PRODUCER, ISSUER, OWNER = range(3)  # warps of the first warpgroup
 
 
 class Shape(NamedTuple):
-    """How a CTA is divided.
+    """Sizes of a CTA's rings.
 
     Attributes:
         stages: pairs in the ring, a multiple of ``GROUPS``.
@@ -102,7 +102,7 @@ SHAPES = {32: Shape(12, 4), 64: Shape(12, 4), 128: Shape(10, 4), 256: Shape(8, 2
 
 
 class Own(NamedTuple):
-    """What a thread has of a unit.
+    """Places, limits and weights that a maths thread keeps of a unit.
 
     Attributes:
         to: address of its token's score in its first row, of a page at position 0.
@@ -141,7 +141,7 @@ class IndexLogits(Scoring):
 
     @property
     def queries_box(self):
-        """Of the queries that a unit takes."""
+        """Shape of a unit's TMA box of queries: (heads * rows, channels)."""
         return (self.n, INDEX_DIM)
 
     def query_layout(self, rows):
@@ -336,7 +336,7 @@ class IndexLogits(Scoring):
 
 
 def budget_of(kernel: IndexLogits) -> bud.Budget:
-    """Of a CTA of ``kernel``."""
+    """Budget of a CTA of ``kernel``."""
     n = kernel.n
     tiles = kernel.stages * 2 * PAGE_BYTES + UNIT_SLOTS * n * (INDEX_DIM + 4)
     return bud.Budget(

@@ -1,4 +1,4 @@
-"""What dense MHA prefill on SM100 is composed of, beside softmax: loads, barriers, issued products.
+"""Loads, barriers and issued products of dense MHA prefill on SM100: all of it but softmax.
 
 Loads, clearing of V and the list of work are SM90's (sm90/mha_parts.py, mha_hidden.py) with other
 readers: a commit frees Q, K and V.

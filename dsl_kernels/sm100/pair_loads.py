@@ -1,4 +1,4 @@
-"""What fills shared memory for a pair of CTAs (fp8_pair.py): halves of K, halves of V, scales, Q.
+"""Loads of shared memory for a pair of CTAs (fp8_pair.py): halves of K, halves of V, scales, Q.
 
 A tile has ``work.tile`` = 128 tokens.  As operand B of Q.K a CTA holds *its 64 tokens* of all
 channels; as operand B of P.V *its 256 channels* of all tokens, 128 of each half: the same bytes
@@ -239,7 +239,7 @@ class PairQ:
     descriptors = staticmethod(atoms)
 
     def bound(self, source):
-        """With the tensor maps, for the producer."""
+        """Return ``PairQ`` with its tensor maps, for the producer."""
         return BoundQ(source)
 
 

@@ -49,7 +49,8 @@ class Promotion:
 
     @cute.jit
     def run(self, cta: Any, half):
-        """By the warpgroup of a half of the channels: all items of the CTA."""
+        """Run the role for all items of the CTA; ``half``: which half of the channels this
+        warpgroup owns."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, gmem, tmem = cta.st, cta.gmem, cta.tmem

@@ -41,12 +41,12 @@ class ToLeader(Ring):
 
     @compat.dsl_user_op
     def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
-        """By one lane of a warp of either CTA."""
+        """Arrive at the leader's ``full[index]``; one lane of a warp of either CTA calls this."""
         _arrive_at_leader(self.full_barrier(st, index), loc=loc, ip=ip)
 
     @compat.dsl_user_op
     def arrive_empty(self, st, index, *, loc=None, ip=None) -> None:
-        """By one lane of a warp of either CTA."""
+        """Arrive at the leader's ``empty[index]``; one lane of a warp of either CTA calls this."""
         _arrive_at_leader(self.empty_barrier(st, index), loc=loc, ip=ip)
 
 
@@ -58,14 +58,15 @@ class AlsoToLeader(Ring):
 
     @compat.dsl_user_op
     def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
-        """By one lane of a warp that has filled its share of the slot."""
+        """Arrive at this CTA's ``full[index]`` and at that of ``leader``, if there is one; one lane
+        of a warp calls this once the warp has filled its share of the slot."""
         cute.arch.mbarrier_arrive(self.full_barrier(st, index), loc=loc, ip=ip)
         if self.leader is not None:
             self.leader.arrive_full(st, index, loc=loc, ip=ip)
 
 
 def part_of_cta():
-    """Whose items a CTA walks.  Every role looks for itself: where all shared one value, it would
+    """Part whose items this CTA walks.  Every role reads it for itself: one value for all would
     live, and be spilled, through the role that needs most registers."""
     return cute.arch.block_idx()[1]
 

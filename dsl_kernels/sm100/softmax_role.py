@@ -37,16 +37,18 @@ class Tiles(Protocol):
     with_q: bool
 
     def wait(self, cta: Any, state: Any) -> None:
-        """Until the scales of the tile are there."""
+        """Wait until the scales of the tile are there."""
 
     def wait_values(self, cta: Any, p_state: Any) -> None:
-        """Until V is, which the arrival at P then says as well; ``p_state``: P's, a producer's."""
+        """Wait until V is there, which the arrival at P then says as well; ``p_state``: P's, a
+        producer's."""
 
     def hide(self, st: Any, stage: Any, p_stage: Any, valid: Any) -> None:
         """Clears V of tokens >= ``valid`` or with a NaN scale; ``stage``: of the scales."""
 
     def release(self, cta: Any, state: Any) -> None:
-        """By all lanes: this warp has read the scales, and will not touch V again."""
+        """Release the tile for this warp, which has read the scales and will not touch V again; all
+        its lanes call this."""
 
 
 class Softmax:
@@ -80,7 +82,7 @@ class Softmax:
 
     @cute.jit
     def run(self, cta: Any):
-        """By the warpgroup: all items of the CTA."""
+        """Run the role for all items of the CTA; the whole warpgroup calls this."""
         tidx, _, _ = cute.arch.thread_idx()
         gmem, call = cta.gmem, cta.call
         span = self.work.items_of(gmem.work, part_of_cta())
@@ -195,7 +197,7 @@ class SoftmaxInRuns(Softmax):
 
     @cute.jit
     def block(self, cta: Any, tile, kst, sst, pst, facts, running):
-        """One block, as above."""
+        """Process one block as the base class does, reading S twice, run by run."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, row = tidx % 32, tidx % self.form.rows
         wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
@@ -225,7 +227,8 @@ class SoftmaxInRuns(Softmax):
 
     @cute.jit
     def logits(self, cta: Any, tile, sst, facts, t, run, stored: cutlass.Constexpr = False):
-        """Those of a run into ``t``; ``stored``: as of ``block_softmax.logits``."""
+        """Compute the logits of run ``run`` of a tile into ``t``; ``stored``: as in
+        ``block_softmax.logits``."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         factor, limit, ragged_from, _ = facts

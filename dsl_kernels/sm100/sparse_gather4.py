@@ -49,7 +49,7 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
-    """Of ``ws`` behind this loader."""
+    """Budget of ``ws`` with this loader, and with the shared memory of its table."""
     loads = loads_of(spec)
     needed = fp8_ws.budget_with(spec, loads)
     return replace(needed, smem=needed.smem + loads.table_bytes)

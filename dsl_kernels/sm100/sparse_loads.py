@@ -50,8 +50,8 @@ class GatherThroughRing(GatherRows):
 
     @cute.jit
     def announce(self, st, k_pipe, kst):
-        """By all lanes of the announcer: waits until KV tile ``kst`` has landed, and tells who
-        reads it.  Its own MMAs may read the tile, too."""
+        """Wait until KV tile ``kst`` has landed, then announce it to its readers.  All lanes of the
+        announcer call this; its own MMAs may read the tile from then on, too."""
         self.landed.wait_full(st, kst.index, kst.phase)
         cute.arch.fence_proxy("async.shared", space="cta")
         if cute.arch.lane_idx() == 0:
@@ -59,6 +59,6 @@ class GatherThroughRing(GatherRows):
 
     @cute.jit
     def wait_q(self, st, k_pipe, kst):
-        """By all lanes of the announcer, until the Q tile of an item is there."""
+        """Wait until the Q tile of an item is there; all lanes of the announcer call this."""
         self.landed.wait_full(st, kst.index, kst.phase)  # else the next tile's would not wait
         k_pipe.consumer_wait(kst)

@@ -51,7 +51,7 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
-    """Of ``ws`` behind this loader."""
+    """Budget of ``ws`` with this loader."""
     return fp8_ws.budget_with(spec, loads_of(spec))
 
 

@@ -103,14 +103,15 @@ class Form:
         return {} if self.ctas == 1 else {"group": _PAIR}
 
     def allocate(self, hold, count: int) -> None:
-        """By a whole warp, of every CTA: ``count`` columns; the address appears in shared memory at
-        ``hold``."""
+        """Allocate ``count`` columns of tensor memory, whose address then stands in shared memory
+        at ``hold``.  A whole warp of every CTA calls this."""
         two = {} if self.ctas == 1 else {"is_two_cta": True}
         cute.arch.alloc_tmem(count, hold, **two)
         cute.arch.relinquish_tmem_alloc_permit(**two)
 
     def free(self, hold, count: int) -> None:
-        """By the warp that allocated, of every CTA, behind a barrier of all users."""
+        """Free the ``count`` columns whose address stands at ``hold``.  The warp that allocated
+        them calls this, in every CTA, behind a barrier of all users."""
         after_sync()
         two = {} if self.ctas == 1 else {"is_two_cta": True}
         cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, hold), count, **two)
@@ -190,7 +191,7 @@ def after_sync(*, loc=None, ip=None) -> None:
 
 
 def elected():
-    """Whether this lane is the one that issues; all lanes of the warp ask."""
+    """Return true in the one lane that issues; all lanes of the warp call this."""
     return prim.elect_sync()
 
 

@@ -24,7 +24,7 @@ BARRIER = 1  # named barrier of the softmax warpgroup
 
 
 class AcrossWarps:
-    """What a form with tokens on M mixes in.
+    """Mixin of a form with tokens on M: maxima and sums of its rows.
 
     Attributes:
         rows_cta: query rows of the CTA.

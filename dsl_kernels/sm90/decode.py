@@ -44,7 +44,8 @@ FREE_WARP = 3  # of the first warpgroup: none of its roles is the last to end
 
 
 class Parts(Protocol):
-    """What the pipelines of a format are composed of (fp8_parts.py, dense_parts.py).
+    """Protocol of the components that a format's pipelines are made of (fp8_parts.py,
+    dense_parts.py).
 
     Attributes:
         rows, cluster: query rows of a CTA; CTAs that share their K tiles.
@@ -60,14 +61,15 @@ class Parts(Protocol):
     stamps: Stamps
 
     def cache(self, tma: Tma, gmem: Any) -> Cache:
-        """What the loader reads."""
+        """The cache as the loader's warps read it."""
 
     def on_full(self, st: Any) -> Any:
-        """What one of the loader's warps does about a full stage; None if nothing."""
+        """Function that a warp of the loader calls for every full stage (``Loader.run``); None
+        without."""
 
 
 class Pipeline(Protocol):
-    """What computes: everything between a filled stage and a written row.
+    """Protocol of a pipeline's arithmetic: everything between a filled stage and a written row.
 
     Attributes:
         budget: of a CTA; the producers are its first warpgroup.
@@ -83,10 +85,11 @@ class Pipeline(Protocol):
         """The CTA's shared memory, the fields of ``Parts`` in it."""
 
     def init_barriers(self, st: Any) -> None:
-        """By one thread, before the fence that publishes them: all but Q's and the loader's."""
+        """Initialise all barriers but Q's and the loader's; one thread calls this, before the fence
+        that publishes them."""
 
     def math_roles(self, cta: Cta, wg: Any) -> None:
-        """Warpgroups 1 and on, with their registers; ``wg`` counts from 0."""
+        """Run warpgroups 1 and on, with their registers; ``wg`` counts from 0."""
 
 
 class Decode:

@@ -60,11 +60,11 @@ class Form:
         return {}
 
     def score_operands(self, st, layouts) -> Any:
-        """What Q.K and the hand-over of P work with, made once."""
+        """Make the operands of Q.K and of the hand-over of P, once for all items."""
         raise NotImplementedError
 
     def take_q(self, st, operands) -> None:
-        """An item's row tile of Q is there."""
+        """Hook, called when an item's row tile of Q is there."""
 
     def block(self, cta, tile, operands, stages, blocks, rows_in, rows_out) -> None:
         """S -> P of one block, handed over; ``stages`` of Q and of the ring, and its phase."""

@@ -1,4 +1,4 @@
-"""What the two forms of 16-bit decode share (dense_decode.py): sizes, barriers, ``Parts``."""
+"""Sizes, barriers and ``Parts`` that the two forms of 16-bit decode share (dense_decode.py)."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
 def is_few(spec: VariantSpec) -> bool:
-    """Whether rows lie on N."""
+    """Return True if query rows lie on N: ``row_tile`` is ``FEW_ROWS`` or fewer."""
     return spec.row_tile <= FEW_ROWS
 
 
 def stages_of(spec: VariantSpec) -> int:
-    """Of the KV ring."""
+    """Stages of the KV ring: ``spec.stages``, or 2 by default."""
     return spec.stages or 2
 
 
@@ -63,12 +63,12 @@ def p_ring(stages: int) -> Ring:
 
 
 def early_of(spec: VariantSpec) -> Early | None:
-    """What P.V frees at half time; a cluster frees its stages as a whole."""
+    """Chunks that P.V frees at half time; None for a cluster, which frees its stages as a whole."""
     return Early(EARLY, PV_WARPS) if spec.cluster == 1 else None
 
 
 class Parts:
-    """What the forms are composed of (``decode.Parts``).
+    """Components that the forms are made of, a ``decode.Parts``.
 
     Attributes:
         dtype: of Q, K, V and P.
@@ -97,7 +97,7 @@ class Parts:
         self.stamps = Stamps(bool(spec.stamps))
 
     def cache(self, tma: Tma, gmem: DenseGmem) -> Cache:
-        """What the loader reads."""
+        """The cache as the loader's warps read it."""
         return Cache(tma.kv, gmem.num_pages, kv_heads=gmem.kv_heads)
 
     def on_full(self, st) -> None:

@@ -112,7 +112,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def parts_of(spec: VariantSpec) -> Parts:
-    """What the pipeline is composed of."""
+    """Components of the pipeline: a KV ring of ``spec.stages`` (``STAGES`` by default), one stage
+    of Q."""
     stages = spec.stages or STAGES
     return Parts(spec, stages=stages, q_stages=1, q_readers=READERS, k_readers=READERS)
 
@@ -313,7 +314,7 @@ class DualWg:
 
     @staticmethod
     def warpgroup_meets(me):
-        """Whose barrier is known at run time only."""
+        """Wait for the other warps of warpgroup ``me``, which is known at run time only."""
         cute.arch.barrier(barrier_id=Barrier.WG + me, number_of_threads=WARPGROUP)
 
     @cute.jit

@@ -122,7 +122,8 @@ def q_stages(spec: VariantSpec) -> int:
 
 
 def parts_of(spec: VariantSpec) -> Parts:
-    """What the pipeline is composed of."""
+    """Components of the pipeline: for gathered tokens if the op is ``sparse_decode``, and without a
+    scale warp if rows are ``FEW_ROWS`` or fewer."""
     few, made = spec.row_tile <= FEW_ROWS, GatheredParts if spec.op == "sparse_decode" else Parts
     return made(
         spec, stages=stages_of(spec), q_stages=q_stages(spec), q_readers=Q_READERS,

@@ -1,4 +1,4 @@
-"""What the FP8 pipelines of SM90 (fp8_etap.py, fp8_dual_wg.py) share: ``Parts``, sizes.
+"""``Parts`` and sizes that the FP8 pipelines of SM90 (fp8_etap.py, fp8_dual_wg.py) share.
 
 Roles           in wg 0 (decode.py): warp 2 of the loader's makes scale triples, if the pipeline
                 asks for it (scale_triples.py)
@@ -40,7 +40,7 @@ SMALL_BYTES = 8192  # scale triples, factors, barriers, alignment: an upper boun
 
 
 class Parts:
-    """What the pipelines are composed of (``decode.Parts``).
+    """Components that the pipelines are made of, a ``decode.Parts``.
 
     Attributes:
         rows, cluster: query rows of a CTA; CTAs that share their K tiles.
@@ -69,11 +69,11 @@ class Parts:
 
     @staticmethod
     def work_list(spec: VariantSpec) -> WorkList:
-        """Of sequences of pages."""
+        """Work list of sequences of pages."""
         return WorkList(spec.page_size, TILE)
 
     def loader(self, readers: Readers) -> Loader:
-        """Of pages; ``readers`` free a stage."""
+        """Loader of pages, by TMA; ``readers`` free a stage."""
         return PagedTma(
             FORMAT, self.work, rows=self.rows, stages=self.stages, readers=readers,
             q_stages=self.q_stages, cluster=self.cluster, scales=self.scales,
@@ -81,11 +81,12 @@ class Parts:
         )  # fmt: skip
 
     def cache(self, tma: Tma, gmem: Fp8Gmem) -> Cache:
-        """What the loader reads."""
+        """The cache, with its scales, as the loader's warps read it."""
         return Cache(tma.kv, gmem.scale.shape[0], gmem.scale)
 
     def on_full(self, st):
-        """What the scale warp does about a full stage; None without one."""
+        """Function by which the scale warp makes the triples of a full stage; None without a scale
+        warp."""
         return self.triples.maker(st)
 
     @property
@@ -118,11 +119,11 @@ class GatheredParts(Parts):
 
     @staticmethod
     def work_list(spec: VariantSpec) -> WorkList:
-        """Of query tokens with lists of tokens."""
+        """Work list of query tokens that have a list of tokens each."""
         return TokenLists(TILE)
 
     def loader(self, readers: Readers) -> Loader:
-        """Of tokens."""
+        """Loader that gathers tokens, by ``cp.async``; ``readers`` free a stage."""
         return GatherRows(
             self.work, stages=self.stages, q_stages=self.q_stages, readers=readers,
             by_lines=bool(self.spec.lines),

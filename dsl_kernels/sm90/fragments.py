@@ -1,4 +1,4 @@
-"""Coordinate maps of WGMMA accumulators: which row, which token does a value of a thread hold.
+"""Coordinate maps of WGMMA accumulators: row and token of each value that a thread holds.
 
 Softmax and masks ask a map instead of repeating the formula.  Warp w of the warpgroup, lane
 4 g + c (quad lane c).
@@ -21,11 +21,11 @@ class RowsOnM:
     rows = 2
 
     def row(self, v: int) -> int:
-        """Which of the thread's rows value v belongs to."""
+        """Index of value ``v``'s row among the thread's 2 rows."""
         return v // 2 % 2
 
     def token(self, v: int) -> int:
-        """Which of the thread's tokens value v belongs to."""
+        """Index of value ``v``'s token among the thread's 16 tokens."""
         return 2 * (v // 4) + v % 2
 
     def row_at(self, wwarp, lane, x: int):
@@ -48,11 +48,11 @@ class TokensOnM:
         self.values = 2 * self.rows
 
     def row(self, v: int) -> int:
-        """Which of the thread's rows value v belongs to."""
+        """Index of value ``v``'s row among the thread's rows / 4 rows."""
         return 2 * (v // 4) + v % 2
 
     def token(self, v: int) -> int:
-        """Which of the thread's two tokens value v belongs to."""
+        """Index of value ``v``'s token among the thread's 2 tokens."""
         return v // 2 % 2
 
     def row_at(self, wwarp, lane, x: int):

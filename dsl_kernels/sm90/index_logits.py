@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 
 class Shape(NamedTuple):
-    """How a CTA is divided.
+    """Division of a CTA into warpgroups, registers and stages.
 
     Attributes:
         groups: maths warpgroups.
@@ -113,7 +113,8 @@ class IndexLogits(Scoring):
 
     @property
     def queries_box(self):
-        """Of the queries that a unit takes: (head, channel) with the head in four modes."""
+        """Shape of a unit's TMA box of queries: (heads * rows, channels), the first in four
+        modes."""
         return ((2, 4, 2, self.n // 16), INDEX_DIM)
 
     def query_layout(self, rows):
@@ -125,7 +126,7 @@ class IndexLogits(Scoring):
         return cute.make_layout(shape, stride=(steps, 1))
 
     def first_query(self, row):
-        """Of the four modes."""
+        """Coordinate of the row's first head, in the four modes."""
         return (0, 0, 0, row * (self.heads // 16))
 
     # ---------------------------------------------------------------- kernel
@@ -266,7 +267,7 @@ class IndexLogits(Scoring):
 
 
 def budget_of(kernel: IndexLogits) -> bud.Budget:
-    """Of a CTA of ``kernel``."""
+    """Budget of a CTA of ``kernel``."""
     shape, n = kernel.shape, kernel.n
     producer, maths = shape.registers
     tiles = shape.stages * PAGE_BYTES + UNIT_SLOTS * n * (INDEX_DIM + 4)

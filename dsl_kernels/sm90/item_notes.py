@@ -1,10 +1,10 @@
-"""Where an item's results go, noted in shared memory for its end.
+"""Notes in shared memory of where an item's results go, read at its end.
 
-Across its tiles slot and rows would take registers that there are not, and to read the work list
-again is a way to L2 in front of every item's last rows.  The softmax warps note them when an item
-begins, for P.V, which finds them behind the row sums, and for themselves where they have no
-registers either: the last item's and this one's, as softmax begins the next item while P.V ends the
-last.
+Held across the item's tiles, slot and rows would take registers that there are not; to read the
+work list again would be a way to L2 before every item's last rows.  The softmax warps note them
+when an item begins, for P.V, which finds them behind the row sums, and for themselves if they have
+no registers either.  There is room for two items, as softmax begins the next item while P.V ends
+the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _of(st, item, wwarp):
 
 @cute.jit
 def note(st, item, wwarp, slot, rows):
-    """By softmax warp ``wwarp``, as its ``item``-th item begins."""
+    """Note slot and rows of the ``item``-th item; softmax warp ``wwarp`` calls this as the item
+    begins."""
     mine = _of(st, item, wwarp)
     if cute.arch.lane_idx() == 0:
         mine[0], mine[1], mine[2], mine[3] = slot, rows.first, rows.end, rows.stands

@@ -48,12 +48,14 @@ class LineGroup:
         return row * LINE + (chunk ^ (row % 4 * 2)) * CHUNK
 
     def stored(self, channels: int, pair: Callable[[int], Any]) -> Iterator[Any]:
-        """What the lane stores of 8 rows: (row, channel, words of 16 bytes) each, from ``row`` and
-        ``channel`` of its own on.  All lanes of a warp call this.
+        """Yield (row, channel, words) of each 16-byte chunk that this lane stores of 8 rows; row
+        and channel count from the lane's own ``row`` and ``channel``.  All lanes of a warp call
+        this.
 
         Args:
             channels: of a row, whole lines.
-            pair: of j: the lane's channels 8 j + 2 (lane % 4) and the next of row lane / 4, fp32.
+            pair: pair(j) is the lane's fp32 channels 8 j + 2 (lane % 4) and the next, of row
+                lane / 4.
         """
         for first in range(0, channels, LINE_CHANNELS):
             cute.arch.sync_warp()  # the lines before these have been read

@@ -1,4 +1,4 @@
-"""What mha_dq and mha_dkv share: 128 rows that stay, tiles that stream by them, and their products.
+"""Base of mha_dq and mha_dkv: 128 rows that stay, tiles that stream by them, and their products.
 
     item     producer -> consumers, clearing warp    which work tile comes
     still    producer -> consumers                   two operands of 128 rows of a work tile
@@ -88,7 +88,8 @@ class Summed(NamedTuple):
 
     @classmethod
     def of(cls, dtype, field, layout, thread, tile: int, channels: int) -> Summed:
-        """Of tiles of ``tile`` rows in a storage field."""
+        """Make a thread's share of the sum over tiles of ``tile`` rows in storage ``field``; the
+        sum has ``channels`` columns."""
         mma = tiled_mma(dtype, channels, a_in_registers=True, b_mn=True)
         r_b = mma.make_fragment_B(mma.get_slice(thread).partition_B(staged(field, layout)))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((64, channels)), Float32)
@@ -165,8 +166,8 @@ class Gradients(WorkTiles):
         }
 
     def layouts(self):
-        """Of what stays, as A: d_qk and d_v channels; of what streams, as B with channels along K,
-        and with its rows along K: each d_qk and d_v channels."""
+        """Six shared-memory layouts, one of d_qk and one of d_v channels each: of what stays, as A;
+        of what streams, as B with channels along K; of what streams, as B with rows along K."""
         t, d, n, dt = self.tile, self.d_qk, self.stages, self.dtype
         return (
             sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, t, d), dt, 1),
@@ -233,7 +234,7 @@ class Gradients(WorkTiles):
             self.consume(st, ls, rest, scale, scale2, causal, wg - 1)
 
     def q_boxes(self, st, ls, rows, q0, head) -> Boxes:
-        """Of Q and dO."""
+        """TMA boxes of Q and dO of ``head``, from query row ``q0`` on."""
         out = []
         stays = not self.still_k
         fields = (st.still_qk, st.still_v) if stays else (st.moving_qk, st.moving_v)
@@ -245,7 +246,7 @@ class Gradients(WorkTiles):
         return out
 
     def kv_boxes(self, st, ls, keys, k0, kv_head, rope_heads) -> Boxes:
-        """Of V and K's tensors."""
+        """TMA boxes of V and K's tensors of ``kv_head``, from key ``k0`` on."""
         tv, *tk = keys
         qk, v, at = (st.moving_qk, st.moving_v, 2)
         if self.still_k:
@@ -258,7 +259,8 @@ class Gradients(WorkTiles):
 
     @cute.jit
     def fill_still(self, st, boxes, done, tile):
-        """What stays, of the ``done``-th work tile that has any products."""
+        """Load the two operands that stay, of the ``done``-th work tile that has any products;
+        ``tile``: index of their rows among the tiles of ``boxes``."""
         self.still.wait_empty(st, 0, (done & 1) ^ 1)
         barrier = self.still.full_barrier(st, 0)
         with cute.arch.elect_one():
@@ -268,8 +270,8 @@ class Gradients(WorkTiles):
 
     @cute.jit
     def fill(self, st, use, boxes, tile):
-        """A tile of what streams into the slot of ``use``; returns slot and barrier, on which the
-        words of ``stats`` are yet to come."""
+        """Load tile ``tile`` of what streams into the slot of ``use``; return slot and barrier, at
+        which the words of ``stats`` are yet to arrive."""
         slot, phase = use % self.stages, (use // self.stages) & 1
         self.moving.wait_empty(st, slot, phase ^ 1)
         barrier = self.moving.full_barrier(st, slot)
@@ -300,7 +302,8 @@ class Gradients(WorkTiles):
 
     @cute.jit
     def cleared(self, st, slot):
-        """By the clearing warp, once the tile in ``slot`` may be read."""
+        """Announce that the tile in ``slot`` may be read; all lanes of the clearing warp call
+        this."""
         cute.arch.sync_warp()
         self.clean.arrive_full_if(st, slot, cute.arch.lane_idx() == 0)
 

@@ -211,7 +211,8 @@ class MhaDkv(Gradients):
 
     @cute.jit
     def _wait(self, work, behind):
-        """Until what the producer reads is there: mha_delta is done, or else the grid before."""
+        """Wait until what the producer reads is there: until mha_delta is done if that can be seen
+        (``behind``), else for the grid before."""
         ready = Boolean(False)
         if behind != 0:
             (deltas,) = compat.load_words(work.iterator + DELTAS, 1, sem="acquire", scope="gpu")
@@ -390,7 +391,7 @@ class MhaDkv(Gradients):
 
     @cute.jit
     def _note(self, st, count):
-        """As ``Notes.read``, and the slot is kept."""
+        """Read the ``count``-th note as ``Notes.read`` does, but do not free its slot."""
         slot = count % 2
         self.notes.ring.wait_full(st, slot, (count // 2) & 1)
         words = self.notes._slot(st, slot)

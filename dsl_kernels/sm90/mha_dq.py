@@ -221,7 +221,7 @@ class MhaDq(Gradients):
 
     @cute.jit
     def _lse(self, stats, head, row):
-        """Whether a row's LSE is NaN, as a number."""
+        """Return 1 if the row's LSE is NaN, else 0."""
         value = stats[head, 0, row, 0]
         return cutlass.select_(value == value, Int32(0), Int32(1))
 

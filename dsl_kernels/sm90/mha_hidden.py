@@ -56,13 +56,14 @@ def times_zero(word, dtype, total, *, loc=None, ip=None):
 
 
 def any_nan(total):
-    """Whether ``times_zero`` has met a number that is not finite."""
+    """Return true if ``times_zero`` has met a number that is not finite."""
     return (total & Uint32(0x7FFF7FFF)) != 0
 
 
 @cute.jit
 def whole_tiles(s_q, s_k, row, n, tile: cutlass.Constexpr, causal):
-    """How many of ``n`` tiles of keys ``row`` of a sequence, and all behind it, see as a whole."""
+    """Number of tiles, the first ones of ``n`` tiles of keys, that ``row`` of a sequence and every
+    row behind it see as a whole."""
     seen = s_k
     if causal != 0:
         seen = cutlass.max(cutlass.min(s_k, row + 1 + s_k - s_q), 0)
@@ -97,21 +98,23 @@ class Hidden:
 
     @cute.jit
     def reset(self, st, warp):
-        """By consumer warp ``warp`` of the CTA, before it reads the first note."""
+        """Clear the verdicts of consumer warp ``warp``, which calls this before it reads the first
+        note."""
         words, lane = self._verdicts(st), cute.arch.lane_idx()
         if lane < SLOTS:
             words[warp, lane] = Int32(0)
 
     @cute.jit
     def tell(self, st, count, warp, bad):
-        """The verdict of consumer warp ``warp`` on the work tile of note ``count``."""
+        """Store ``bad``, the verdict of consumer warp ``warp`` on the work tile of note
+        ``count``."""
         words = self._verdicts(st)
         if cute.arch.lane_idx() == 0:
             words[warp, count % SLOTS] = Int32(cutlass.select_(bad, Int32(1), Int32(0)))
 
     @cute.jit
     def _told(self, st, count):
-        """Whether a warp has told that note ``count``'s work tile is bad."""
+        """Return true if some consumer warp has found note ``count``'s work tile bad."""
         word = self._verdicts(st)[cute.arch.lane_idx() % CONSUMER_WARPS, count % SLOTS]
         bad = cute.arch.vote_any_sync(word != 0)
         cute.arch.sync_warp()
@@ -119,7 +122,8 @@ class Hidden:
 
     @cute.jit
     def left(self, st, count):
-        """Behind a pause, note ``count``: whether work tiles are left that are taken again."""
+        """Return true if work tiles are left that are to be taken again; called behind a pause,
+        note ``count``."""
         self.notes.wait_empty(st, count % 2, (count // 2) & 1)
         return self._told(st, count + SLOTS - 1) | self._told(st, count + SLOTS - 2)
 

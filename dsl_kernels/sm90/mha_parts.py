@@ -1,4 +1,4 @@
-"""What dense MHA prefill on SM90 is composed of, beside its arithmetic (mha_fwd.py).
+"""Loads, notes and rows of results of dense MHA prefill on SM90; its arithmetic is in mha_fwd.py.
 
     item     producer -> consumers         which work tile comes: head, rows, lengths
     q        producer -> consumers         rows of a work tile
@@ -55,7 +55,8 @@ def arrive_if(barrier, chosen, *, loc=None, ip=None) -> None:
 
 @cute.jit
 def release(ring: cutlass.Constexpr, st, slot):
-    """By every warp that reads a slot: it has read it."""
+    """Free slot ``slot`` of ``ring`` for the calling warp; every warp that reads the slot calls
+    this once it has read it."""
     cute.arch.sync_warp()
     arrive_if(ring.empty_barrier(st, slot), cute.arch.lane_idx() == 0)
 
@@ -117,7 +118,7 @@ class Notes:
 
 
 class WorkTiles:
-    """What every producer's warp does: it takes work tiles, and finds their boxes.
+    """Base of the producers' warps: takes work tiles, and finds their TMA boxes.
 
     Attributes:
         widths: channels of K's tensors, side by side in the tile.
@@ -135,8 +136,8 @@ class WorkTiles:
         )  # fmt: skip
 
     def _k_boxes(self, tk, tiles, k0, kv_head, rope_heads, keys: int = 0) -> Boxes:
-        """Of K's tensors, ``keys`` (0: a tile) at a time; RoPE channels may be those of one head
-        that all share."""
+        """TMA boxes of K's tensors from key ``k0`` on, ``keys`` (0: a tile) at a time; RoPE
+        channels are those of head 0 if ``rope_heads`` is 1: all heads share them."""
         keys = keys or self.tile
         out, at = [], 0
         heads = (kv_head, cutlass.select_(rope_heads > 1, kv_head, Int32(0)))
@@ -148,16 +149,17 @@ class WorkTiles:
         return out
 
     def taken_apart(self, gmem, j):
-        """Of work tile ``j``: its note without the last word; where its query tokens and keys
-        begin, how many there are, row tile and head."""
+        """Return two tuples about work tile ``j``: its note without the last word, (head, first
+        query token, query tokens, keys, row tile), and its place, (first query token, first key,
+        query tokens, keys, row tile, head)."""
         *tables, heads = gmem
         tile, head = self._work_tile(j, tables[2][TILES], heads)
         _, m, q0, k0, s_q, s_k = self.entry(tables, tile)
         return (head, q0, s_q, s_k, m), (q0, k0, s_q, s_k, m, head)
 
     def entry(self, tables, tile):
-        """Of the list's ``tile``-th entry: sequence, tile of it, where its query tokens and keys
-        begin, how many there are.  ``tables`` = (cu_seqlens_q, cu_seqlens_k, work)."""
+        """Return the list's ``tile``-th entry: (sequence, tile of it, first query token, first key,
+        query tokens, keys).  ``tables`` = (cu_seqlens_q, cu_seqlens_k, work)."""
         cu_q, cu_k, work = tables
         at = HEADER + TILE_WORDS * tile
         sequence, m = work[at], work[at + 1]
@@ -166,7 +168,7 @@ class WorkTiles:
 
     @cute.jit
     def _taken(self, work):
-        """Work tiles that were taken before, beyond the first of each CTA."""
+        """Take a work tile: return how many were taken before, beyond the first of each CTA."""
         taken = Int32(0)
         if cute.arch.lane_idx() == 0:
             taken = Int32(cute.arch.atomic_add(work.iterator + TAKEN, Int32(1)))
@@ -218,13 +220,14 @@ class Loads(WorkTiles):
             self.fields.update(ring.field)
 
     def init(self, st) -> None:
-        """By one thread, before the fence that publishes all barriers."""
+        """Initialise the barriers of all rings; one thread calls this, before the fence that
+        publishes all barriers."""
         for ring in self.rings:
             ring.init(st)
 
     @cute.jit
     def _fill(self, ring: cutlass.Constexpr, st, count, boxes, tile, size):
-        """One tile of K or V into the ring's slot of use ``count``."""
+        """Load a tile of K or V into the ring's slot of use ``count``."""
         slot, phase = count % STAGES, (count // STAGES) & 1
         ring.wait_empty(st, slot, phase ^ 1)
         barrier = ring.full_barrier(st, slot)
@@ -358,7 +361,8 @@ class Loads(WorkTiles):
 
 
 def has_tail(s_k, n, tile: int):
-    """Whether the last of ``n`` tiles of ``tile`` keys reaches behind the sequence."""
+    """Return true if the last of ``n`` tiles of ``tile`` keys reaches past the sequence's ``s_k``
+    keys."""
     return n * tile > s_k
 
 

@@ -125,12 +125,14 @@ class MhaSplit(MhaFwd):
 
 
 class PieceNotes(Notes):
-    """Of a work tile: head, first query token, query tokens, first partial row (-1: it is no
-    piece), then what the consumers count by: query tokens, keys, row tile; is it taken again."""
+    """Notes of a work tile: head, first query token, query tokens, first partial row (-1: it is no
+    piece), then query tokens, keys and row tile that the consumers count by, and whether it is
+    taken again."""
 
     @cute.jit
     def read(self, st, count):
-        """As the consumers take a work tile apart: where its rows go is one value to them."""
+        """Read the ``count``-th note in the form in which consumers unpack it: the three words that
+        say where rows go are one tuple."""
         head, q0, s_q, partial, q, k, m, again = Notes.read(self, st, count)
         return head, (q0, s_q, partial), q, k, m, again
 
@@ -146,7 +148,9 @@ class PieceLoads(Loads):
         self.hidden.notes = self.notes.ring
 
     def taken_apart(self, gmem, j):
-        """As of work tiles that are no pieces; of a piece the sequence that its note tells."""
+        """Return the note of work tile ``j`` without its last word, and its place as the base class
+        gives it; if it is a piece, query tokens and keys are those of the sequence that stands for
+        it (see above)."""
         cu_q, cu_k, work, heads = gmem
         tile, head = self._work_tile(j, work[TILES], heads)
         at = work[LIST] + ENTRY_WORDS * tile
@@ -159,7 +163,8 @@ class PieceLoads(Loads):
 
     @cute.jit
     def _range(self, s_q, s_k, piece, base):
-        """Where a piece's keys begin and end, its first partial row; of no piece all, and -1."""
+        """Return (first key, end, first partial row) of a piece; if ``base`` is -1, the tile is no
+        piece: (0, ``s_k``, -1)."""
         first, end, partial = Int32(0), s_k, Int32(-1)
         if base >= 0:
             pieces = pieces_of(s_q, s_k)

@@ -73,7 +73,7 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
-    """That of ``mix16``, with FP8 products of content."""
+    """Budget of ``mix16``, but with FP8 products of content."""
     same = mix16.budget(spec)
     mmas = (bud.Mma("Q.K content", TILE, spec.row_tile, CHAIN, "e4m3"), *same.mmas[1:])
     return replace(same, mmas=mmas if same.mmas else ())
@@ -110,8 +110,9 @@ class QueryE4m3(QueryRows):
 
     @cute.jit
     def convert(self, st, stage, call, group):
-        """As the base class'; a row's four lanes share each 128 channels, so that they write where
-        all of them have read."""
+        """Convert the eight rows from 8 ``group`` on of a Q tile in place, as the base class does,
+        but to e4m3.  A row's four lanes share each 128 channels, so they store only once all of
+        them have read."""
         lane = cute.arch.lane_idx()
         row, part = group * 8 + lane % 8, lane // 8
         block = const_expr(self.rows * 128)
@@ -188,7 +189,8 @@ class Fp8Scores(MixSoftmax):
         warpgroup.commit_group()
 
     def scales_of_chains(self, st, stage):
-        """Of the thread's two tokens: s_0 / s_1, s_1, s_2 / s_3, s_3."""
+        """Factors of the chains for each of the thread's two tokens: (s_0 / s_1, s_1, s_2 / s_3,
+        s_3)."""
         out = []
         for four in self.scales_of(st, stage):
             top = cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))

@@ -98,7 +98,7 @@ class ScoreChains:
     steps = D // 32 // QK_GROUPS  # WGMMAs of a chain over the content
 
     def words(self, st) -> Words:
-        """Where Q and K are."""
+        """Descriptor words of Q's tile and of the K ring's first stage."""
         return Words(*(low_word(field) for field in (st.qc, st.qr, st.kc, st.kr)))
 
     def accumulators(self):

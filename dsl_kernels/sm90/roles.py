@@ -1,4 +1,4 @@
-"""What the warp roles of every SM90 decode kernel share: the CTA they work in, sizes, barriers.
+"""Sizes, barriers and ``Cta`` that the warp roles of every SM90 decode kernel share.
 
 Roles of ``etap`` and ``split``: a producer warpgroup, one softmax warpgroup, two of P.V.
 """
@@ -36,7 +36,7 @@ class Layouts(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """What every math role of a CTA works with; ``part``: whose items it walks."""
+    """State that every math role of a CTA works with; ``part``: the part whose items it walks."""
 
     st: Any
     layouts: Layouts

@@ -42,7 +42,7 @@ class ScaleTriples:
 
     @cute.jit
     def _make(self, st, stage):
-        """By one warp: the triples of a stage that is full."""
+        """Make the triples of a full stage and announce them; one warp calls this."""
         lane = cute.arch.lane_idx()
         s_ks = self.scales.of_stages(st)
         out = st.sigma.get_tensor(cute.make_layout((padded_size(self.tile), 3, self.stages)))

@@ -114,11 +114,12 @@ class SoftmaxRole:
             items += 1
 
     def wait_q(self, cta, qst) -> None:
-        """Until the item's row tile of Q is there."""
+        """Wait until the item's row tile of Q is there."""
         cta.q_pipe.consumer_wait(qst)
 
     def tools(self, st, layouts) -> Any:
-        """What a form makes once: accumulators, descriptors, addresses."""
+        """Make the accumulators, descriptors and addresses that the form needs, once for all
+        items."""
         raise NotImplementedError
 
     def tiles(self, cta, tools, span, states, rows_in, rows_out) -> None:

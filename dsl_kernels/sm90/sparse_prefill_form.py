@@ -34,7 +34,7 @@ def p_ring(rows: int) -> Ring:
 
 
 class Parts(DenseParts):
-    """What the forms of 16-bit decode ask of their parts."""
+    """Attributes that the forms of 16-bit decode read of their parts, for gathered tiles."""
 
     def __init__(self, loads: GatheredTiles):
         self.dtype, self.rows = BF16, loads.rows
@@ -43,7 +43,7 @@ class Parts(DenseParts):
 
 
 class GatheredForm(Form):
-    """What a form of 16-bit decode (dense_form.py) becomes over gathered tiles.
+    """A form of 16-bit decode (dense_form.py) over gathered tiles.
 
     Attributes:
         loads: the producers' tiles.
@@ -56,7 +56,8 @@ class GatheredForm(Form):
     # ---------------------------------------------------------------- what a form adds
 
     def begin(self, st, operands, items) -> None:
-        """The ``items``-th row tile of Q is wanted."""
+        """Wait for the ``items``-th row tile of Q; a form that keeps Q in registers loads it,
+        too."""
         raise NotImplementedError
 
     def tile(self, st, operands, state, turn, items, ends) -> None:

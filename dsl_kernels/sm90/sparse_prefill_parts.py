@@ -1,5 +1,5 @@
-"""What sparse prefill on SM90 is composed of, beside its arithmetic (sparse_prefill.py): work
-tiles, the ring of gathered KV tiles, the rows of Q, the rows of results.
+"""Work tiles, ring of gathered KV tiles, rows of Q and rows of results of sparse prefill on SM90;
+its arithmetic is in sparse_prefill.py.
 
     kv       announcer -> softmax, P.V    halves of a tile: full 2 stage + half; P.V frees them
     landed   gather warps -> announcer    the same halves: cp.async arrivals, a thread each
@@ -94,7 +94,7 @@ class Item(NamedTuple):
 
 
 class Work:
-    """Which work tiles a CTA has: its number, and from there on every ``ctas``-th.
+    """Work tiles of a CTA: the one of its own number, and from there on every ``ctas``-th.
 
     Row blocks of a query are neighbours, so that two CTAs gather the same rows at the same time.
     """
@@ -147,14 +147,14 @@ class Work:
 
 
 class Turn(NamedTuple):
-    """Which use of the ring a tile is."""
+    """Stage and phase of the ring that a tile uses."""
 
     stage: Any
     phase: Any
 
     @staticmethod
     def of(count):
-        """Of the ``count``-th tile of a CTA."""
+        """``Turn`` of the ``count``-th tile of a CTA."""
         return Turn(count % STAGES, (count // STAGES) & 1)
 
     def slot(self, half: int):
@@ -194,7 +194,7 @@ class GatheredTiles:
         return tuple(map(self._loaded, q))
 
     def _loaded(self, q):
-        """Of one of them."""
+        """``Loaded`` of one tensor of Q."""
         view = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
         shape = (TILE, self.rows, BLOCK)
         box = one_stage(sm90.make_smem_layout_b(ROW_MAJOR, shape, BF16, 1))
@@ -211,7 +211,8 @@ class GatheredTiles:
         return fields
 
     def init(self, st) -> None:
-        """By one thread, before the fence that publishes all barriers."""
+        """Initialise the barriers of all rings; one thread calls this, before the fence that
+        publishes all barriers."""
         for ring in self.rings:
             ring.init(st)
 

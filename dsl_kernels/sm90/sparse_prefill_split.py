@@ -68,7 +68,7 @@ class Lists(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What merge takes beside partial rows."""
+    """Arguments of merge beside partial rows."""
 
     split_begin: cute.Tensor
     units: cute.Tensor
