@@ -151,10 +151,10 @@ def load_or_build(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
 
 
 class Workload:
-    """What the hazard checker and the mutation study run: small, but every path is taken.
+    """Small calls of a variant that take every path, for the hazard check and the mutation study.
 
-    A decode comes right behind the planning kernel, as a dependent launch; the ring of stages wraps
-    several times; sequences of 0, 1 and many tokens; splits, merged by the launch behind it.
+    A decode is a dependent launch right behind the planning kernel.  Sequences have 0, 1 and many
+    tokens, and the ring of stages wraps several times; the launch behind it combines the splits.
     """
 
     LENGTHS = (70, 0, 450, 64, 1)
