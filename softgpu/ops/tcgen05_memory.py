@@ -273,7 +273,7 @@ class _Transfer:
         return None
 
     def _cells(self, w: Any, at: int) -> tuple[Cells, ...]:
-        """What it touches; the lane field counts within the warp's quarter.
+        """Cells that it touches; the lane field counts within the warp's quarter.
 
         Raises:
             TensorMemoryError: columns nobody owns, lanes of another quarter, a 16-lane shape that
