@@ -16,9 +16,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class PlanVariant:
-    """What chooses the decode kernel, beside the output's dtype.
+    """Values that choose the decode kernel, all but the dtype of results.
 
-    There is one object of each (``of``), which remembers its kernels by that dtype.
+    Equal values share one object (``of``), which remembers its kernels by that dtype.
     """
 
     device: torch.device

@@ -39,7 +39,7 @@ class Witness(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those that are there."""
+        """The tensors that were given."""
         return tuple([tensor for tensor in self if tensor is not None])
 
     @property
