@@ -222,7 +222,7 @@ def flash_mla_ckv_fp8_per_token(
 
 
 def _decode_parts(call: Call) -> calls.Parts | None:
-    """Tensors, options and addresses by which a call is known; None if it never is.
+    """Tensors, options and addresses by which a call is known; None if it cannot be.
 
     The stream of the pair's workspace and the pair's addresses are among the options.
     """

@@ -243,9 +243,9 @@ class Problem:
         return REFERENCE
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """Smaller time first, however close.
+        """(us, row blocks, row tile): the smaller time wins, however close.
 
-        If no time is known: fewer row blocks, then the smaller row tile, which pads less.
+        If no time is known, fewer row blocks win, then the smaller row tile, which pads less.
         """
         return us, -(-self.rows // spec.row_tile), spec.row_tile
 
@@ -338,7 +338,7 @@ class Problem:
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
     def remarks(self, size: Size) -> list[str]:
-        """Lines on the origin of times that are not the kernels' own, else on accuracy's price."""
+        """Lines: whose times these are, if not the kernels' own; else the time that accuracy costs."""
         costs, measured = self._costs()
         if costs is not None and costs.card.source == "datasheet":
             return [

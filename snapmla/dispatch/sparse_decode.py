@@ -148,9 +148,9 @@ class SparseProblem(Problem):
         return None if half is None else f"a row tile of {half} holds all heads"
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """The row tile that pads least first, then the smaller time.
+        """(padded rows, us): the row tile that pads least wins, then the smaller time.
 
-        If no time is known: fewer row blocks, then the smaller row tile.
+        If no time is known, (row blocks, row tile): fewer blocks win, then the smaller tile.
         """
         if us == float("inf"):
             return -(-self.num_heads // spec.row_tile), spec.row_tile

@@ -251,7 +251,7 @@ def flash_mla_with_kvcache(
 
 
 def _parts(call: Given) -> calls.Parts | None:
-    """Tensors, options and addresses by which a call is known; None if it never is.
+    """Tensors, options and addresses by which a call is known; None if it cannot be.
 
     With an object, the stream is one of the options.  With records, stream and thread are, as a
     reader belongs to both.

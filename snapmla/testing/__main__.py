@@ -176,7 +176,7 @@ def check(
 
 
 def _check(workload: selfcheck.Workload, seeds: range) -> list[str]:
-    """Problems that these schedules show: each error's text, and each kind and place only once."""
+    """Texts of the problems that these schedules show, one for each kind and place."""
     problems: dict[tuple[Any, ...], str] = {}
     for seed in seeds:
         try:

@@ -53,7 +53,7 @@ def blocks_of(spec: VariantSpec, mimic: rounding.QuantConfig) -> rounding.QuantC
 
 @dataclass(frozen=True)
 class QkErrors:
-    """Errors that Q.K's sums alone cause: the tensor core's accumulator cuts off low bits.
+    """Errors of a decode that Q.K's sums alone cause: the tensor core's accumulator cuts bits off.
 
     Attributes:
         error: relative L2 to fp64 of attention by the tensor core's logits, all else exact.

@@ -325,7 +325,10 @@ class GradJob:
 
 
 def variants(spec: VariantSpec) -> dict[str, VariantSpec]:
-    """op -> variant of the backward's four ops that go with ``spec``, of mha_dq or mha_dkv."""
+    """op -> variant, for the four ops of the backward to which ``spec`` belongs.
+
+    ``spec`` is a variant of mha_dq or mha_dkv.
+    """
     of_dtype = {"dtype": spec.dtype, "arch": spec.arch}
     return {
         **{op: VariantSpec(op=op, **of_dtype) for op in ("mha_delta", "mha_rope_sum")},

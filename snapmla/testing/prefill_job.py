@@ -283,7 +283,7 @@ class PrefillJob:
         Magnitudes: sum of |q k| * scale behind the largest logit.
 
         Args:
-            rounded: True: P is rounded as the kernel does.
+            rounded: True rounds P as the kernel does.
         """
         entries, count = self.indices[i, 0], self.counts[i]
         there = named_rows(entries, count, len(self.kv))

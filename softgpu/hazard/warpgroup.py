@@ -21,7 +21,7 @@ WARPS = 4  # of a warpgroup; the rank of its first warp is a multiple of this
 
 
 class Warpgroup:
-    """Record of the instructions that the warps of one warpgroup must execute together, in order.
+    """Aligned instructions that the warps of one warpgroup have executed, in order.
 
     Only those that some warp has not come to yet are kept.  The first difference is reported.  Then
     nothing can be said about the order, and the warpgroup is no longer looked at.

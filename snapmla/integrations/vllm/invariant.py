@@ -1,4 +1,4 @@
-"""Batch invariance of vLLM's norm: with attention's it needs a norm that sums a row in one order.
+"""Batch invariance of vLLM beside attention: a norm that sums a row in one order.
 
 vLLM's kernel that adds a residual and norms (``fused_add_rms_norm``) sums a row with up to 1024
 threads in steps of fewer than 256 tokens, and with 256 threads in larger steps, even with
