@@ -38,7 +38,7 @@ class PlanVariant:
         p_terms: int = 1,
         cache_dtype: str = FP8,
     ) -> PlanVariant:
-        """The one of these values."""
+        """The object of these values, made at their first use."""
         values = (device, pipeline, row_tile, page_size)
         made = PlanVariant(*values, p_terms=p_terms, cache_dtype=cache_dtype)
         return _variants.setdefault((*values, p_terms, cache_dtype), made)

@@ -126,7 +126,7 @@ class DecodeOp:
         return pipeline, 2 if accuracy == HIGH else 1
 
     def ns_of_tile(self, spec: VariantSpec, card: str) -> int:
-        """Nanoseconds of a kernel's tile on the card that was measured; 0 if nobody measured it."""
+        """Nanoseconds of a kernel's tile on the card that was measured; 0 if it was not measured."""
         return self.tile_ns.get((spec.pipeline, spec.row_tile), 0)
 
     def costs(self, arch: str) -> tuple[Costs | None, bool]:
@@ -171,7 +171,7 @@ class DecodeOp:
         return [name for name in own if name in wishes or not self.is_asked(name)]
 
     def is_asked(self, pipeline: str) -> bool:
-        """True if a pipeline serves only who asks for it."""
+        """True if a pipeline serves only calls that name it."""
         return pipeline in self.features and self.features[pipeline].asked
 
     def page_size_seen(self, page_size: int) -> int:
@@ -338,7 +338,7 @@ class Problem:
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
     def remarks(self, size: Size) -> list[str]:
-        """Lines: whose times these are, if not the kernels' own; else the time that accuracy costs."""
+        """Lines on the source of times, if it is not the kernels; else on accuracy's price."""
         costs, measured = self._costs()
         if costs is not None and costs.card.source == "datasheet":
             return [

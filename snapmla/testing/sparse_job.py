@@ -89,7 +89,7 @@ class SparseShape:
 
     @property
     def planned(self) -> tuple[tuple[int, ...], int]:
-        """(lengths, width) of the lists that a plan is told of."""
+        """(lengths, width) of the lists that a plan is made for."""
         return self.lengths, self.topk
 
     @property

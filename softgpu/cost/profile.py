@@ -77,7 +77,7 @@ class Figures:
 
     @property
     def lsu(self) -> float:
-        """Wavefronts that an H200's counter of LSU wavefronts to shared memory adds up."""
+        """Wavefronts to shared memory, as an H200's LSU counter adds them up."""
         return self.wavefronts(*LSU, *EXCHANGE, OPERANDS)
 
 

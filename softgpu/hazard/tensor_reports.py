@@ -67,7 +67,7 @@ class TensorReports:
         return f"tensor memory, {text}, block {self.owner.cluster.blocks[rank].ctaid}"
 
     def _is(self, found: TensorConflict, read: bool) -> str:
-        """Word for the earlier access."""
+        """Word for the earlier access: load, store, "mma, A", or the operation's kind."""
         if self.columns.issuer_of(found.agent) is None:
             return "load" if read else "store"
         if read:

@@ -136,8 +136,8 @@ class WarpHazards:
     def async_read(self, lane: int, idx: Any, comp: int, time: int) -> None:
         """Notes an asynchronous read of granules, which lasts until (comp, time) is known.
 
-        ``lane`` has issued it, or the whole warp (-1).  Each component's reads of a granule are
-        remembered as its last one.
+        ``lane`` has issued it, or the whole warp (-1).  Only the last read
+        of a granule by each component is kept.
         """
         self._check_async_read(idx, lane)
         self.owner.shared.read(self._key(comp), idx, comp, time, self.event)
