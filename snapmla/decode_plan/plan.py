@@ -282,12 +282,12 @@ class DecodePlan(launch.OverTensors):
         return launch.allocator(self.device), out, lse
 
     def _empty_out(self, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised, for a call that nobody watches."""
+        """Uninitialised ``out`` for a call outside of tracers and operators."""
         empty, strides, _ = self._empty
         return empty(self.out_shape, strides, dtype)
 
     def _empty_lse(self) -> torch.Tensor:
-        """Uninitialised, for a call that nobody watches."""
+        """Uninitialised ``lse`` for a call outside of tracers and operators."""
         empty, _, strides = self._empty
         return empty(self.lse_shape, strides, torch.float32)
 

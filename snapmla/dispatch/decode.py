@@ -126,7 +126,7 @@ class DecodeOp:
         return pipeline, 2 if accuracy == HIGH else 1
 
     def ns_of_tile(self, spec: VariantSpec, card: str) -> int:
-        """Nanoseconds of a kernel's tile on the card that was measured; 0 if it was not measured."""
+        """Nanoseconds of a tile on the card that was measured; 0 if the kernel was not."""
         return self.tile_ns.get((spec.pipeline, spec.row_tile), 0)
 
     def costs(self, arch: str) -> tuple[Costs | None, bool]:
