@@ -170,7 +170,7 @@ class Workload:
             planner = load_or_build(VariantSpec(op="plan_decode", arch=spec.arch), directory)
             self.job = job_of(spec, planner)
         self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
-        # whether a helper's calls come behind themselves, too, and others' behind grids before
+        # True: a helper's calls run behind themselves, too; of other ops, those of ``behind`` do
         self.again = False
 
     def run(self) -> Result:
