@@ -91,7 +91,10 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What calls like one that was checked launch, and the pair's plan, which holds its memory."""
+    """Launch state of a checked call, kept for calls like it, and the pair's plan.
+
+    The plan holds the memory that the launch uses.
+    """
 
     plan: DecodePlan
     prepared: attention.Prepared
@@ -219,7 +222,10 @@ def flash_mla_ckv_fp8_per_token(
 
 
 def _decode_parts(call: Call) -> calls.Parts | None:
-    """Of calls on the stream of the pair's workspace, with the pair where it was."""
+    """Tensors, options and addresses by which a call is known; None if it cannot be.
+
+    The stream of the pair's workspace and the pair's addresses are among the options.
+    """
     *tensors, out, lse, (scale, causal, _, empty), head_dim_v, _ = call
     metadata, num_splits = call.metadata, call.num_splits
     stream = stream_of(metadata.device)
@@ -462,7 +468,10 @@ class Append(NamedTuple):
 
 
 def _append_parts(call: Append) -> calls.Parts | None:
-    """Of a flat pool, as an engine passes it."""
+    """Tensors and addresses by which an append to a flat pool is known, as engines pass it.
+
+    None if a pool's tensor has not three dimensions.
+    """
     if call.lora.ndim != 3 or call.rope.ndim != 3 or call.scale.ndim != 3:
         return None
     key, lora, rope, scale, indices = call

@@ -42,7 +42,7 @@ class Block:
         self.live = warps
 
     def value(self, view: tuple[Any, ...]) -> int:
-        """Of a view that is the same for the block: shared variables, its coordinates."""
+        """Value of a view that is the same for the block: a shared address or a coordinate."""
         kind, name = view[0], view[1]
         if kind == "symbol":
             return self.base + SHARED_BASE + self.machine.program.variables[name]
@@ -89,7 +89,7 @@ class MBarrier:
 
     @property
     def counts(self) -> str:
-        """What the open phase still waits for."""
+        """Arrivals and bytes that the open phase still waits for, as text."""
         return f"pending {self.pending} of {self.expected}, tx {self.tx}"
 
     def settle(self) -> None:
@@ -160,12 +160,12 @@ class Cluster:
         )
 
     def check_end(self) -> None:
-        """What must not be left when a cluster ends.
+        """Raises an error if a cluster must not end in its present state.
 
         Raises:
-            BarrierError: bytes that were copied, or expected (with the check on that is a hazard),
-                arrivals nobody waited for.
-            TensorMemoryError: columns of tensor memory that nobody gave back.
+            BarrierError: an mbarrier has bytes copied or expected (a hazard if the check is on); a
+                named barrier has arrivals that nobody waited for.
+            TensorMemoryError: columns of tensor memory were not given back.
         """
         for address, b in sorted(self.mbarriers.items()):
             if b.tx:

@@ -235,7 +235,7 @@ class Decoder:
 
     # ---- operands -----------------------------------------------------------------------------
     def error(self, why: str) -> UnmodelledInstruction:
-        """That this instruction is not modelled, and why."""
+        """Error which says that this instruction is not modelled, and why."""
         return unmodelled(self.ins, why)
 
     def _add(self, key: tuple[Any, ...]) -> int:

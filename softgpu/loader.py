@@ -47,7 +47,7 @@ def _span(tensor: Any) -> int:
 
 @dataclass(frozen=True)
 class Names:
-    """What reports call things.
+    """Names that reports use.
 
     Attributes:
         arguments: of the exported function, in order.
@@ -168,7 +168,7 @@ class Loaded:
                 self._memory = None
 
     def _label(self, index: int, dtype: Any, shape: Any) -> str:
-        """What reports call an argument."""
+        """Text for an argument in reports: name, dtype and shape."""
         known = index < len(self.names.arguments)
         name = self.names.arguments[index] if known else f"argument {index}"
         return f"{name} {str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -387,7 +387,7 @@ class Machine:
         )
 
     def report(self, resident: list[Cluster], spinning: bool) -> str:
-        """What every warp waits for."""
+        """Text that says what every warp waits for, and the state of each mbarrier."""
         kernel = self.program.kernel
         head = "warps spin without effect" if spinning else "deadlock: no warp can run"
         lines = [f"{head}; kernel {kernel.short_name}"]

@@ -203,7 +203,7 @@ class SharedMemory:
         self._known: dict[tuple[bytes, int, int | None], NDArray[np.uint32]] = {}
 
     def poison(self) -> None:
-        """What new CTAs find."""
+        """Fills shared memory with ``POISON``, as new CTAs find it."""
         for rank in range(self.ctas):
             base = rank << RANK_SHIFT
             self.bytes[base + SHARED_BASE : base + self.limit] = POISON

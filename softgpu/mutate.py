@@ -65,7 +65,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the mutant without ``site``.
+    """Fate of the mutant without ``site``.
 
     Attributes:
         killed: whether any seed noticed.

@@ -66,7 +66,7 @@ class RegisterFiles:
         return file
 
     def give_back(self, files: Iterable[RegisterFile]) -> None:
-        """Of warps whose last effects are done: nothing writes to them any more."""
+        """Takes back files of warps whose last effects are done: nothing writes to them again."""
         self._free += itertools.islice(files, max(0, self.KEPT - len(self._free)))
 
 

@@ -62,7 +62,7 @@ class TensorMemory:
         self._last = MOST
 
     def check_request(self, columns: int) -> None:
-        """What an allocation must fulfil whether or not there is room.
+        """Raises an error if an allocation breaks a rule that does not depend on room.
 
         Raises:
             TensorMemoryError: number of columns, order of the sizes, permit.
@@ -133,7 +133,7 @@ class Request:
 
     @property
     def meets(self) -> tuple[str, int | None]:
-        """What the peer's request must have in common with it."""
+        """Values that the peer's request must have in common with it: kind, first column."""
         return self.kind, self.first
 
 

@@ -39,7 +39,7 @@ class Ordered(InFlight):
 
 @dataclass(frozen=True)
 class TensorOp:
-    """What a tcgen05.mma or tcgen05.cp touches.
+    """Memory that a tcgen05.mma or tcgen05.cp touches.
 
     Attributes:
         kind: "mma" or "cp".

@@ -65,7 +65,10 @@ def lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def expect_query_of(q: Query, cache: PagedKVCache) -> None:
-    """That query and cache are of one kind, and a query of 16 bits what the kernels take."""
+    """Raises an error if query and cache are of different kinds.
+
+    Also raises one if a query of 16 bits has a dtype, heads or channels that kernels do not take.
+    """
     expect_decoded(cache)
     if not isinstance(cache, PagedKVCache) or FORMATS[cache.format].quantized_query:
         expect_query("q", q)
@@ -199,7 +202,7 @@ def check_plan(
 
 
 def _check_cache_dtype(plan: DecodePlan, cache: PagedKVCache) -> None:
-    """That the plan is for the cache's family of kernels."""
+    """Raises an error if the plan is for another format, or for another number of KV heads."""
     if plan.cache_dtype != cache.format:
         dtypes = (cache.format, plan.cache_dtype)
         want, got = (f"{DTYPES[d]}" if FORMATS[d].rows else repr(d) for d in dtypes)
@@ -211,7 +214,7 @@ def _check_cache_dtype(plan: DecodePlan, cache: PagedKVCache) -> None:
 
 
 def check_causal(plan: DecodePlan, causal: bool) -> None:
-    """That no tile is missing that the call would see."""
+    """Raises an error if ``causal`` is False, but the plan may lack tiles that the rule hides."""
     if plan.may_trim() and isinstance(causal, int) and not causal:
         wanted = "True, as planned: tiles that the causal rule hides may be left out"
         checks.value_error("causal", wanted, causal, "plan_decode(..., causal=False) serves both")

@@ -1,4 +1,4 @@
-"""What errors of arguments say: the name, what was expected, what came, what to change."""
+"""Errors of arguments: the name, what was expected, what came, what to change."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def type_error(name: str, expected: str, got: object, hint: str = "") -> NoRetur
 
 
 def _of_a_tracer(got: object) -> str:
-    """What to say of a value that torch's older tracers put in an argument's place."""
+    """Advice if a stand-in of torch's older tracers is in an argument's place, else empty."""
     if got == torch.fx.Proxy.__name__:
         return "torch.fx.symbolic_trace cannot record it: use make_fx or torch.compile"
     if got == torch.Tensor.__name__ and torch.jit.is_tracing():

@@ -1,4 +1,4 @@
-"""What to change where a tensor does not fit a cache's format: said by the format's record."""
+"""Advice for a tensor that does not fit a cache's format, by the format's record."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fetched_of(record: Record) -> str:
 
 
 def query_of(record: Record) -> str:
-    """What a query over a format has."""
+    """Sentence about the channels of a query over a format."""
     channels, rope = record.channels, record.rope_channels
     parts = f"{channels - rope}, then {rope} of RoPE" if rope else "all of them its content's"
     return f"queries over {record.about} have {channels} channels: {parts}"

@@ -124,7 +124,7 @@ def _fits(actual: Sequence[int], shape: Shape) -> bool:
 
 
 def _shape_hint(actual: Sequence[int], shape: Shape, any_strides: bool) -> str:
-    """What is wrong with a shape, where that can be told.
+    """Advice about a wrong shape: a dimension to drop, or two to exchange; empty if neither fits.
 
     Args:
         any_strides: whether a view with its dimensions exchanged would do.

@@ -131,7 +131,10 @@ class DecodePlan(launch.OverTensors):
             self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """That tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
+        """Raises an error if a table's shape does not fit the plan's numbers.
+
+        ``dataclasses.replace`` can mix tables and numbers of two plans.
+        """
         slots, count, batch = self.o_accum.shape[0], self.n_units, self.sequences
         ragged, limits = self.s_q is None, self.row_limits.shape[0]
         alone = not ragged and count == batch
@@ -214,7 +217,7 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def variant(self) -> PlanVariant:
-        """What chooses the decode kernel."""
+        """Values that choose the decode kernel, all but the dtype of results."""
         page_size = layouts.page_size_seen(self.cache_dtype, self.page_size)
         return PlanVariant.of(
             self.device, self.pipeline, self.row_tile, page_size, self.p_terms, self.cache_dtype
@@ -222,7 +225,7 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """Of the cache, and with 16 bits of queries and results."""
+        """Dtype of the cache; if that has 16 bits, of queries and results too."""
         return getattr(torch, FORMATS[self.cache_dtype].element)
 
     @functools.cached_property
@@ -274,17 +277,17 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def _empty(self) -> tuple[launch.Allocator, tuple[int, ...], tuple[int, ...]]:
-        """What makes results, and strides of ``out`` and ``lse``."""
+        """(allocator of results, strides of ``out``, strides of ``lse``)."""
         out, lse = launch.dense_strides(self.out_shape), launch.dense_strides(self.lse_shape)
         return launch.allocator(self.device), out, lse
 
     def _empty_out(self, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised, for a call that nobody watches."""
+        """Uninitialised ``out`` for a call outside of tracers and operators."""
         empty, strides, _ = self._empty
         return empty(self.out_shape, strides, dtype)
 
     def _empty_lse(self) -> torch.Tensor:
-        """Uninitialised, for a call that nobody watches."""
+        """Uninitialised ``lse`` for a call outside of tracers and operators."""
         empty, _, strides = self._empty
         return empty(self.lse_shape, strides, torch.float32)
 
@@ -299,7 +302,7 @@ class DecodePlan(launch.OverTensors):
 
     @property
     def _tables(self) -> tuple[torch.Tensor, ...]:
-        """What the planning kernel writes, in its order."""
+        """Tables that the planning kernel writes, in its order."""
         return (
             self.work_items, self.part_begin, self.split_begin, self.planned_seqlens, self.units,
             self.unit_begin, self.row_limits,

@@ -16,9 +16,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class PlanVariant:
-    """What chooses the decode kernel, beside the output's dtype.
+    """Values that choose the decode kernel, all but the dtype of results.
 
-    There is one object of each (``of``), which remembers its kernels by that dtype.
+    Equal values share one object (``of``), which remembers its kernels by that dtype.
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class PlanVariant:
         p_terms: int = 1,
         cache_dtype: str = FP8,
     ) -> PlanVariant:
-        """The one of these values."""
+        """The object of these values, made at their first use."""
         values = (device, pipeline, row_tile, page_size)
         made = PlanVariant(*values, p_terms=p_terms, cache_dtype=cache_dtype)
         return _variants.setdefault((*values, p_terms, cache_dtype), made)

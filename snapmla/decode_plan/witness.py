@@ -32,14 +32,14 @@ class Witness(NamedTuple):
 
     @staticmethod
     def of(cu_seqlens_q: torch.Tensor | None, row_seqlens: torch.Tensor | None) -> Witness | None:
-        """None of nothing."""
+        """The tensors as a witness; None if none was given."""
         if cu_seqlens_q is None and row_seqlens is None:
             return None
         return Witness(cu_seqlens_q, row_seqlens)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those that are there."""
+        """The tensors that were given."""
         return tuple([tensor for tensor in self if tensor is not None])
 
     @property

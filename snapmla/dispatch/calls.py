@@ -1,4 +1,4 @@
-"""What hosts and people ask: the kernel for a call, and why it is that one."""
+"""The kernel for a call, and the reasons for the choice, for hosts and for people."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def longest_item(spec: VariantSpec) -> int:
 
 
 def _op_of(spec: VariantSpec) -> DecodeOp | None:
-    """What the dispatcher knows of a variant's op."""
+    """The dispatcher's op for a variant's op and cache; None if the variant is no decode."""
     of_format = BY_CACHE.get(spec.op)
     return OPS.get(spec.op) if of_format is None else of_format[spec.cache_dtype]
 
@@ -357,7 +357,7 @@ def _sparse_problem(
     cache_dtype: str | torch.dtype,
     size: Size,
 ) -> SparseProblem:
-    """What ``explain`` asks of a sparse decode; checks it."""
+    """A sparse decode from ``explain``'s arguments, which are checked."""
     cache = sparse_cache_name(cache_dtype)
     op, out = SPARSE_OPS[cache], _out_name(cache, out_dtype)
     pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)

@@ -60,7 +60,7 @@ class Card:
 
 
 def data(name: str) -> Any:
-    """What a file of ``snapmla/data`` holds."""
+    """Content of a JSON file of ``snapmla/data``."""
     return json.loads(resources.files("snapmla").joinpath("data", name).read_text("utf-8"))
 
 

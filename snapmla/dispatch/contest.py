@@ -18,14 +18,14 @@ TIE = 0.03  # relative times that the model cannot tell apart
 
 
 class Size(NamedTuple):
-    """What times are for: sequences, and tokens of each."""
+    """Extents for which times are given: sequences, and tokens of each."""
 
     batch: int
     seqlen: int
 
 
 class Problem(Protocol):
-    """What the host knows of one call, and what its op's kernels make of it; hashable."""
+    """A call for which candidates are judged: the host's facts and its op's times; hashable."""
 
     @property
     def card(self) -> Card:
@@ -42,7 +42,7 @@ class Problem(Protocol):
         """Reason that a candidate cannot serve, or None."""
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """What is least of the winner, among candidates of a pipeline whose times are a tie."""
+        """Tie-break in one pipeline: of candidates whose times tie, the smallest order wins."""
 
     def model_us(self, spec: VariantSpec, size: Size) -> float | None:
         """Microseconds by the cost model; None if nothing is known."""
@@ -54,13 +54,13 @@ class Problem(Protocol):
         """The least time that the card allows."""
 
     def describe(self, size: Size) -> tuple[str, str]:
-        """What was asked, and the ceilings that the roof is made of."""
+        """(the call in words, the ceilings that the roof is made of)."""
 
     def remarks(self, size: Size) -> list[str]:
         """Lines for people, beside that."""
 
     def __hash__(self) -> int:
-        """What was judged is remembered."""
+        """Hash under which ``judge`` remembers its verdict."""
 
 
 def predict(problem: Problem, spec: VariantSpec, size: Size) -> tuple[float | None, str]:

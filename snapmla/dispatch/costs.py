@@ -24,15 +24,20 @@ FEW_IDLE = 0.95  # of the SMs, where row blocks run in step
 
 
 class Tile(NamedTuple):
-    """What a kernel takes beside the number of tiles that its parts walk, for each of them, and
-    where units are cut, if that is told apart."""
+    """Times of a kernel, in microseconds.
+
+    Attributes:
+        fixed_us: of a call, however many tiles it has.
+        tile_us: of each tile of the busiest part.
+        cut_us: added if units are cut; 0 if that was not fitted.
+    """
 
     fixed_us: float
     tile_us: float
     cut_us: float = 0.0
 
     def us(self, share: Share, least: float = 0.0) -> float:
-        """What it takes.
+        """Predicted microseconds of a call whose busiest part has this share.
 
         Args:
             least: microseconds that tiles take at least.
@@ -43,7 +48,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What is known of one op's kernels on one card.
+    """Known times of one op's kernels on one card.
 
     Attributes:
         card: the one that was measured.
@@ -69,7 +74,7 @@ class Costs:
         self, spec: VariantSpec, size: Size, card: Card, *, shares: Iterable[Share],
         tensor_cycles: float, token_bytes: float, more_cycles: float = 0.0,
     ) -> float | None:  # fmt: skip
-        """Time on a card of the same arch; None of a kernel that nobody measured.
+        """Microseconds on a card of the same arch; None if the kernel was not measured.
 
         Args:
             shares: how the work may be shared out; the one counts that takes least.
@@ -112,7 +117,7 @@ def rows_of_unit(rows: int, spec: VariantSpec, *, in_step: bool) -> int:
 
 @functools.lru_cache(maxsize=16)
 def costs_of(op: str, arch: str, own: str = "") -> Costs | None:
-    """What is on file of an op on an architecture, None if nothing is.
+    """Costs of an op on an architecture, from the tables on file; None if there are none.
 
     Args:
         own: name of a card whose block goes before those of others.

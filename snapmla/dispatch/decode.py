@@ -25,7 +25,7 @@ REFERENCE = Size(32, 16384)  # at which candidates are compared
 
 @dataclass(frozen=True)
 class Features:
-    """What a decode pipeline declares.
+    """Features that a decode pipeline declares.
 
     Attributes:
         row_tiles, page_sizes, out_dtypes: the variants that can be built.
@@ -84,7 +84,7 @@ class OfFormats(Mapping[str, Any]):
 
 @dataclass(frozen=True, eq=False)
 class DecodeOp:
-    """What the dispatcher knows of decode over one kind of cache.
+    """Decode over one kind of cache, as the dispatcher knows it.
 
     Attributes:
         family: whose variants are the candidates: all row tiles of the pipelines of an arch.
@@ -126,11 +126,11 @@ class DecodeOp:
         return pipeline, 2 if accuracy == HIGH else 1
 
     def ns_of_tile(self, spec: VariantSpec, card: str) -> int:
-        """Nanoseconds of a kernel's tile on the card that was measured; 0 if nobody measured it."""
+        """Nanoseconds of a tile on the card that was measured; 0 if the kernel was not."""
         return self.tile_ns.get((spec.pipeline, spec.row_tile), 0)
 
     def costs(self, arch: str) -> tuple[Costs | None, bool]:
-        """What is known of its kernels on an architecture, and whether they were measured."""
+        """(costs of its kernels on an architecture, or None; True if they were measured)."""
         found = costs_of(self.family.op, arch)
         if found is not None or self.assumed is None:
             return found, found is not None
@@ -166,12 +166,12 @@ class DecodeOp:
         return registry.module_name(spec) is not None
 
     def pipelines(self, arch: str, *wishes: str | None) -> list[str]:
-        """Those that an architecture has; of those that serve who asks for them only ``wishes``."""
+        """Pipelines of an architecture; one that must be asked for only if ``wishes`` names it."""
         own = [pipeline for pipeline in self.values("pipeline") if self.exists(pipeline, arch)]
         return [name for name in own if name in wishes or not self.is_asked(name)]
 
     def is_asked(self, pipeline: str) -> bool:
-        """True if a pipeline serves only who asks for it."""
+        """True if a pipeline serves only calls that name it."""
         return pipeline in self.features and self.features[pipeline].asked
 
     def page_size_seen(self, page_size: int) -> int:
@@ -185,7 +185,7 @@ class DecodeOp:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the host knows of a decode call (``contest.Problem``).
+    """A decode call, as the host knows it (``contest.Problem``).
 
     Attributes:
         op: over which cache.
@@ -216,7 +216,11 @@ class Problem:
 
     @property
     def pipelines(self) -> list[str]:
-        """What may take part; with accuracy ``fast`` also what rounds the query."""
+        """Pipelines that may take part.
+
+        One that must be asked for takes part if the caller names it.  The one that rounds the query
+        also does with accuracy ``fast``.
+        """
         arch = self.card.arch
         fast = self.op.fast.get(arch) if self.accuracy == FAST else None
         return self.op.pipelines(arch, self.pipeline, fast)
@@ -227,11 +231,11 @@ class Problem:
         return self.num_heads // self.num_kv_heads * self.s_q
 
     def _sequences(self, size: Size) -> Size:
-        """What a kernel sees of a size: each (sequence, KV head) is a sequence."""
+        """The size as a kernel sees it: each (sequence, KV head) is a sequence."""
         return size._replace(batch=size.batch * self.num_kv_heads)
 
     def _costs(self) -> tuple[Costs | None, bool]:
-        """What is known of the kernels here, and whether they were measured."""
+        """(costs of the kernels on the card's architecture, or None; True if measured)."""
         return self.op.costs(self.card.arch)
 
     @property
@@ -239,7 +243,10 @@ class Problem:
         return REFERENCE
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """By time, however close; where no time is known, by blocks, then by what they pad."""
+        """(us, row blocks, row tile): the smaller time wins, however close.
+
+        If no time is known, fewer row blocks win, then the smaller row tile, which pads less.
+        """
         return us, -(-self.rows // spec.row_tile), spec.row_tile
 
     def candidates(self) -> list[VariantSpec]:
@@ -331,7 +338,7 @@ class Problem:
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
     def remarks(self, size: Size) -> list[str]:
-        """What accuracy costs; whose times these are, if not the kernels' own."""
+        """Lines on the source of times, if it is not the kernels; else on accuracy's price."""
         costs, measured = self._costs()
         if costs is not None and costs.card.source == "datasheet":
             return [

@@ -29,7 +29,7 @@ BLACKWELL_READ_FRACTION = 7.48 / 8.0
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
-    """Of one tile; a CTA of a cluster has 64 rows of it."""
+    """Tensor-core cycles of one tile; a CTA of a cluster has 64 rows of it."""
     return TILE_CYCLES * (min(spec.row_tile, 64) / 64) * (spec.token_tile / 64)
 
 
@@ -50,7 +50,7 @@ def assumed(arch: str) -> Costs | None:
 
 
 def _predicted() -> Costs | None:
-    """Of a B200's pipelines, from counted clocks and its datasheet."""
+    """Costs of a B200's pipelines, from counted clocks and its datasheet."""
     card, fp8 = card_named("B200"), costs_of(FP8_DECODE.family.op, "sm_90a")
     if card is None or fp8 is None:
         return None

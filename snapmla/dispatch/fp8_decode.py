@@ -18,7 +18,7 @@ ONE_TERM = "it sums one, and nothing there has 16-bit products of this cache"
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
-    """Of one tile; a CTA of a cluster has 64 rows of it."""
+    """Tensor-core cycles of one tile; a CTA of a cluster has 64 rows of it."""
     cycles = QK_CYCLES + spec.p_terms * PV_CYCLES
     if spec.pipeline == "f16":
         cycles = F16_CYCLES

@@ -1,5 +1,7 @@
-"""What the busiest part has to do where all units are equally long and the host knows it: sparse
-decode over full lists."""
+"""Work of the busiest part, for calls whose units have one length that the host knows.
+
+Such calls are sparse decodes over full lists.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,7 @@ class Load(NamedTuple):
     tiles: int
 
     def shares(self) -> tuple[Share, ...]:
-        """Those to choose from: units stay whole; they are cut for parts of equal cost, where that
-        is something else."""
+        """The candidate schedules: units whole, and units cut into equal shares if that differs."""
         units, parts, tiles = self
         whole = Share(-(-units // parts) * (tiles + ITEM_TILES), False)
         if units % parts == 0:

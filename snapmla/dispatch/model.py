@@ -102,7 +102,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a model's ``config.json`` tells.
+    """Facts about a model that its ``config.json`` tells.
 
     Attributes:
         sparse: whether it has an indexer's ``index_topk``.
@@ -119,7 +119,7 @@ class Facts:
 
 
 def facts_of(config: object) -> Facts:
-    """What a ``config.json``, or its part of a language model, tells.
+    """Facts from the content of a ``config.json``; entries of its ``text_config`` win.
 
     Raises:
         ValueError: it is no such file's content.
@@ -184,7 +184,7 @@ def check_model(model: Model) -> None:
 
 
 def _check_indexer(model: Model) -> None:
-    """What goes with the indexer."""
+    """Raises an error if the indexer's options exclude each other, or are set without it."""
     if model.indexed and not model.sparse:
         checks.value_error("indexer", "False without sparse", True)
     checks.choice("index_rope", model.index_rope, ROPE_STYLE.values)
@@ -199,7 +199,7 @@ def _check_indexer(model: Model) -> None:
 
 
 def _check_prompts(model: Model) -> None:
-    """What attends to prompts."""
+    """Raises an error if prefill's options exclude each other, or have no kernel."""
     if model.split_keys and not model.mha:
         checks.value_error("split_keys", "False without mha", True)
     if model.sparse_prefill and not model.sparse:

@@ -42,7 +42,7 @@ def needs(model: Model) -> list[VariantSpec]:
 
 
 def _helpers(model: Model) -> Iterator[VariantSpec]:
-    """What runs around decode."""
+    """Yields the helpers around decode: plans, appends, quantize_q, fetches, merges, records."""
     arch, fmt, rows = model.arch, FORMATS[model.dtype], model.of_rows
     if not (model.sparse and model.dtype == ROWS):  # whose plans no kernel makes
         yield VariantSpec(op="plan_decode", arch=arch)
@@ -72,7 +72,7 @@ def _helpers(model: Model) -> Iterator[VariantSpec]:
 
 
 def _fetches(model: Model, op: str, **values: Any) -> Iterator[VariantSpec]:
-    """What reads tokens back, in every mode."""
+    """Yields the variants of an op that reads tokens back: each mode, with its index dtypes."""
     axis = FAMILIES[op].axis("mode")
     assert axis is not None
     for mode in axis.values:
@@ -116,7 +116,7 @@ def _indexer(model: Model) -> Iterator[VariantSpec]:
 
 
 def _prompts(model: Model) -> Iterator[VariantSpec]:
-    """What attends to prompts."""
+    """Yields the variants of dense and of sparse prefill."""
     arch = model.arch
     if model.mha:
         for keys in ("whole", "split") if model.split_keys else ("whole",):
@@ -137,7 +137,7 @@ def _prompts(model: Model) -> Iterator[VariantSpec]:
 
 
 def _decodes(model: Model) -> Iterator[VariantSpec]:
-    """What the dispatcher picks."""
+    """Yields variants of decode: the dispatcher's choices, or sparse prefill's for BF16 rows."""
     card = next(card for card in cards() if card.arch == model.arch)
     if model.card is not None:
         card = find_card(None, model.card)

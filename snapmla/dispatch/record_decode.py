@@ -44,7 +44,7 @@ class RecordOp(DecodeOp):
         return pipeline == PIPELINE and module_of(arch, FORMATS[self.cache_dtype]) is not None
 
     def page_size_seen(self, page_size: int) -> int:
-        """What stands for all."""
+        """``ANY_PAGE``, as one kernel serves all page sizes."""
         return ANY_PAGE
 
 

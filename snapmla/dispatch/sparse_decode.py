@@ -86,8 +86,9 @@ class SparseOp(DecodeOp):
 
 @dataclass(frozen=True)
 class SparseProblem(Problem):
-    """What the host knows of a sparse decode: ``s_q`` is 1, a ``Size`` is query tokens, and entries
-    of each one's row.
+    """A sparse decode, as the host knows it.
+
+    ``s_q`` is 1.  A ``Size`` counts query tokens, and entries of each one's list.
 
     Attributes:
         size: the call's, at which candidates are compared.
@@ -107,8 +108,11 @@ class SparseProblem(Problem):
         return found, found is not None and self.op.measured
 
     def model_us(self, spec: VariantSpec, size: Size) -> float | None:
-        """Of what rounds the query a share of the time of the kernel that does not: no table has
-        it."""
+        """Microseconds by the cost model.
+
+        No table has the kernel that rounds the query: its time is that of the kernel which does
+        not, less the share ``FASTER``.
+        """
         if spec.pipeline != self._fast:
             return super().model_us(spec, size)
         us = super().model_us(spec.replace(pipeline=PIPELINES[self.op.cache_dtype]), size)
@@ -144,8 +148,10 @@ class SparseProblem(Problem):
         return None if half is None else f"a row tile of {half} holds all heads"
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """Of row tiles that the model cannot tell apart the one that pads least, then by time;
-        where no time is known the fewest blocks, then the smallest ones."""
+        """(padded rows, us): the row tile that pads least wins, then the smaller time.
+
+        If no time is known, (row blocks, row tile): fewer blocks win, then the smaller tile.
+        """
         if us == float("inf"):
             return -(-self.num_heads // spec.row_tile), spec.row_tile
         return -self.num_heads % spec.row_tile, us

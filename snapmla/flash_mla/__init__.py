@@ -87,8 +87,13 @@ Metadata = FlashMLASchedMeta | Tensor
 
 
 class Checked(NamedTuple):
-    """What the checks of a call find: the cache as the primary API knows it, the plan, and what
-    fills it before the decode, if it is not the metadata's own."""
+    """Results of a call's checks.
+
+    Attributes:
+        cache: the cache as the primary API knows it.
+        plan: the plan to decode with.
+        reader: fills the plan before the decode; None if the plan is the metadata's own.
+    """
 
     cache: PagedKVCache
     plan: decode_plan.DecodePlan
@@ -116,7 +121,7 @@ Given = tuple[Any, ...]  # a call whose values need no names yet: making those t
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
 class Ready:
-    """What calls like one that was checked launch."""
+    """Launch state of a checked call, kept for calls like it."""
 
     plan: decode_plan.DecodePlan
     reader: records.Reader | None
@@ -246,7 +251,11 @@ def flash_mla_with_kvcache(
 
 
 def _parts(call: Given) -> calls.Parts | None:
-    """Of an object calls of its step; of records calls on their reader's stream and thread."""
+    """Tensors, options and addresses by which a call is known; None if it cannot be.
+
+    With an object, the stream is one of the options.  With records, stream and thread are, as a
+    reader belongs to both.
+    """
     q, k_cache, table, lengths, metadata, out, lse, options, head_dim_v, num_splits, _ = call
     by: object
     tensors: tuple[Any, ...] = q, k_cache, table, lengths
@@ -338,7 +347,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _shape(call: Call) -> records.Shape:
-    """What a plan of records is for."""
+    """Extents and dtype of a call, for which a plan of records is made."""
     q, k_cache, table, *_ = call
     b, s_q, heads, _ = q.shape
     name = decode_plan.NAMES[q.dtype]

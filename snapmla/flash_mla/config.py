@@ -1,4 +1,4 @@
-"""What a scheduling object was planned for."""
+"""Extents and options that a scheduling object was planned for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snapmla import checks
 
 @dataclass(frozen=True)
 class Config:
-    """What a ``FlashMLASchedMeta`` was planned for; other calls with it are refused."""
+    """Extents and options that a ``FlashMLASchedMeta`` was planned for; it refuses other calls."""
 
     b: int
     s_q: int

@@ -73,14 +73,17 @@ class Call(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a row of the cache; 0 of what has none."""
+        """Last extent of the cache; 0 if it is no tensor, or has no dimensions."""
         k = self.k_cache
         return k.shape[-1] if isinstance(k, torch.Tensor) and k.ndim else 0
 
     @property
     def record(self) -> Record:
-        """Of a cache of bytes: the named one; V4's of one so wide, else that of 656, which checks
-        want then."""
+        """Format of a cache of bytes: the one that ``kv_format`` names.
+
+        If it names none, V4's for rows of V4's width, else that of rows of 656 bytes; checks refuse
+        other widths then.
+        """
         if self.kv_format is not None:
             return _named()[self.kv_format]
         return _RECORDS.get(self.width, ds_mla.RECORD)
@@ -92,7 +95,7 @@ class Call(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of a query."""
+        """Channels of a query."""
         return self.record.channels if self.is_fp8_kvcache else HEAD_DIM_QK
 
 
@@ -199,7 +202,7 @@ def _check_lists(call: Call) -> None:
 
 
 class Shape(NamedTuple):
-    """What plans of a stream that need no lengths differ in."""
+    """Key of a plan that needs no lengths: calls of one key share the plan."""
 
     stream: int
     device: torch.device
@@ -329,7 +332,10 @@ def _partials(shape: Shape, slots: int, heads: int) -> tuple[Tensor, Tensor]:
 def _workspace(
     shape: Shape, like: Tensor, slots: int, unit_rows: int, cache_dtype: str
 ) -> tuple[Tensor, Tensor]:
-    """Of the stream's workspace, which grows; older plans stay on the one that they have."""
+    """(o_accum, lse_accum) of so many slots, in the stream's workspace.
+
+    The workspace grows if it is too small; older plans keep the memory that they have.
+    """
     key, rows = (shape.stream, shape.device, cache_dtype), slots * unit_rows
     there = _workspaces.get(key)
     if there is None or there[1].shape[0] < rows:

@@ -1,4 +1,4 @@
-"""What of FlashMLA's names is not built: arguments that are refused."""
+"""Arguments of FlashMLA's names that are refused, because they are not built."""
 
 from __future__ import annotations
 

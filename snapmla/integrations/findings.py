@@ -1,4 +1,4 @@
-"""What the ``check`` commands of the plugins have in common: sentences about an installation."""
+"""Findings about an installation, one sentence each, that the plugins' ``check`` commands share."""
 
 from __future__ import annotations
 
@@ -136,5 +136,5 @@ def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:
 
 
 def _ops(specs: list[VariantSpec]) -> str:
-    """Of which ops, in order, each once."""
+    """Ops of variants, in order and each once, separated by commas."""
     return ", ".join(dict.fromkeys(spec.op for spec in specs))

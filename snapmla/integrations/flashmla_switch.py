@@ -82,7 +82,7 @@ class Name:
         return self.passed_on(*given, **named)
 
     def passed_on(self, *given: Any, **named: Any) -> Any:
-        """What the engine's function returns of a call that ours does not serve."""
+        """Calls the engine's own function if ours does not serve a call; returns its result."""
         return self.theirs(*given, **named)
 
     def _first(self, told: Told, caller: Any) -> None:
@@ -109,7 +109,10 @@ class Name:
         return _reason(told)
 
     def ours(self, told: dict[str, Any]) -> Any:
-        """What our function returns of a call's arguments; it may change ``told``."""
+        """Calls our function with a call's arguments by name and returns its result.
+
+        It may change ``told``, which is a copy.
+        """
         raise NotImplementedError
 
     def kind(self, told: Told) -> tuple[Any, ...]:

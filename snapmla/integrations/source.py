@@ -11,10 +11,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def definition(name: str) -> ast.stmt | None:
-    """What ``module:path.of.names`` is defined by in the module's file; None if it is not there.
+    """The statement that binds ``module:path.of.names`` in the module's file; None if none does.
 
     Args:
-        name: of a function, a class, a method, or of what the module imports.
+        name: of a function, a class, a method, or of a name that the module imports.
     """
     module, _, path = name.partition(":")
     package, *folders = module.split(".")

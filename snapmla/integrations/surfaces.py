@@ -1,8 +1,8 @@
-"""What a plugin relies on in an engine, read from an installation and compared with a record.
+"""Parts of an engine on which a plugin relies: read from an installation, compared with a record.
 
-A name is ``module:path``; behind ``@`` stands what the function's text must mention.  What is read:
-parameters of functions and methods, fields of dataclasses, True for what has none, False for what
-is not there.
+A name is ``module:path``.  If it ends in ``@word``, the function's text must mention the word.
+A name's value is the list of parameters of a function or method, or of a dataclass's fields.  It is
+True if there is nothing to list, and False if the name does not exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Surface = dict[str, Value]
 
 
 def described(name: str) -> Value:
-    """What is there by a name, which is imported."""
+    """The value (``Value``) of a name, which is imported."""
     module, _, path = name.partition(":")
     path, _, mentioned = path.partition("@")
     try:

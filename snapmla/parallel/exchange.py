@@ -49,7 +49,7 @@ class Rows(NamedTuple):
         return self.ranks * self.own
 
     def lse_shape(self, heads: int) -> tuple[int, ...]:
-        """Of the LSE of so many heads, as ``decode`` has it: heads before query tokens."""
+        """Shape of the LSE of ``heads`` heads, as in ``decode``: heads before query tokens."""
         *batch, last = self.tokens
         return (*batch, heads, last)
 
@@ -221,5 +221,5 @@ METHODS: dict[str, type[AllToAll] | type[ReduceScatter]] = {
 
 
 def make_exchange(method: str, rows: Rows, collectives: Collectives, take: Fields) -> Exchange:
-    """Of a method, over buffers that ``take`` gives."""
+    """The exchange of a method, over buffers that ``take`` gives."""
     return METHODS[method](rows, collectives, take)

@@ -31,7 +31,7 @@ PATIENCE = 600.0  # seconds, where a group does not tell its timeout
 
 
 class Settings(NamedTuple):
-    """What all ranks of a group must have in common."""
+    """Settings that all ranks of a group must have in common."""
 
     num_heads: int
     interleave: int
@@ -325,7 +325,7 @@ class ContextGroup:
         return plan
 
     def _check_plan(self, plan: DecodePlan, page_size: int, kind: str) -> None:
-        """That a plan that came from a ``PlanCache`` is for this group's calls."""
+        """Raises an error if a plan from a ``PlanCache`` does not fit this group's calls."""
         for name, want, got in (
             ("num_heads", self.num_heads, plan.num_heads),
             ("page_size", page_size, plan.page_size),

@@ -40,7 +40,12 @@ class Sharding(NamedTuple):
         return out.add_(counts)
 
     def lengths_(self, cache_seqlens: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
-        """Of int32 (b,) whole lengths the local ones."""
+        """Writes to ``out`` this rank's lengths of sequences; all tensors are int32 (b,).
+
+        Args:
+            cache_seqlens: lengths of whole sequences.
+            scratch: overwritten.
+        """
         return self.owned_(scratch.copy_(cache_seqlens), out)
 
     def rows_(self, cache_seqlens: Tensor, behind: Tensor, out: Tensor, scratch: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What right results are: references, error measures, models of rounding, checks of variants.
+"""References, error measures, models of rounding and checks of variants.
 
 Nothing in service imports any of it.  ``reference`` (with ``rounding``, ``accumulate``),
 ``reference_plan`` and ``metrics`` need torch alone; ``selfcheck`` and ``python -m snapmla.testing``

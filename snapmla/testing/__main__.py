@@ -176,7 +176,7 @@ def check(
 
 
 def _check(workload: selfcheck.Workload, seeds: range) -> list[str]:
-    """What went wrong under these schedules."""
+    """Texts of the problems that these schedules show, one for each kind and place."""
     problems: dict[tuple[Any, ...], str] = {}
     for seed in seeds:
         try:
@@ -294,7 +294,7 @@ def cost(
     opcodes: Annotated[bool, typer.Option(help="SASS opcodes of each role too")] = False,
     directory: Directory = None,
 ) -> None:
-    """What a variant asks of each unit of an SM a tile, and which bounds it; nothing is timed."""
+    """Model a variant's use of each SM unit per tile, and name what bounds it; nothing is timed."""
     from softgpu.cost import report
 
     at = directory if directory is not None else env.variant_dirs()[0]
@@ -329,7 +329,10 @@ def trace(
 
 
 def _chosen(places: list[mutation.Site], lines: list[str] | None) -> list[mutation.Site]:
-    """Those of the source lines ``lines``, all without; exit code 2 if a line has none."""
+    """Sites whose source lines match one of ``lines``; all sites if there are none.
+
+    Exits with code 2 if one of ``lines`` matches no site.
+    """
     if not lines:
         return places
     for line in lines:
@@ -373,7 +376,7 @@ def _part(
 
 
 def _line(outcome: mutation.Outcome) -> str:
-    """What became of a mutant."""
+    """One line about a mutant: killed or survived, its site, and how."""
     site, fate, how = outcome.site, "SURVIVED", "no schedule noticed"
     if outcome.killed:
         fate, how = "killed  ", f"{outcome.how}, schedule {outcome.seed}"

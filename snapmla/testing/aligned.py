@@ -68,12 +68,12 @@ class Aligned:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of ``decode_errors``, behind the results."""
+        """Arguments of ``decode_errors`` that follow the results."""
         return self.q, self.cache, self.block_table, self.cache_seqlens, SCALE
 
     @property
     def stored(self) -> tuple[Any, ...]:
-        """Of ``mla_decode_reference`` and ``lse_bounds``."""
+        """Leading arguments of ``mla_decode_reference`` and ``lse_bounds``."""
         q, cache = self.q, self.cache
         return (
             q.nope, q.rope, q.scale, cache.content, cache.rope, cache.named_tensors["scale"],
@@ -92,7 +92,7 @@ class Aligned:
         return mla_decode_reference(*self.stored)
 
     def plan(self, **options: Any) -> DecodePlan:
-        """Of one part, so that nothing is merged."""
+        """A plan with one part, so that nothing is split or combined."""
         heads, width = self.q.nope.shape[2], self.block_table.shape[1]
         return plan_decode(
             self.cache_seqlens, heads, 1, page_size=PAGE, max_pages=width, num_parts=1, **options

@@ -96,7 +96,7 @@ def quantize_pages(
 def dequantize_pages(
     fmt: str, pages: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """What ``fetch_dequant`` reads of pages of a format of bytes.
+    """Dequantises pages of a byte format, as ``fetch_dequant`` reads them.
 
     Args:
         fmt: name of the format.

@@ -53,7 +53,7 @@ def blocks_of(spec: VariantSpec, mimic: rounding.QuantConfig) -> rounding.QuantC
 
 @dataclass(frozen=True)
 class QkErrors:
-    """What a decode's Q.K sums alone do to its results: cuts of the tensor core's accumulator.
+    """Errors of a decode that Q.K's sums alone cause: the tensor core's accumulator cuts bits off.
 
     Attributes:
         error: relative L2 to fp64 of attention by the tensor core's logits, all else exact.
@@ -250,7 +250,10 @@ def _mimic_of(plan: DecodePlan | None) -> rounding.QuantConfig:
 def _check_plan(
     plan: DecodePlan, cu_seqlens_q: torch.Tensor | None, row_seqlens: torch.Tensor | None
 ) -> None:
-    """That the plan is of a kernel with FP8 P, and that what it hides is given."""
+    """Raises an error if ``plan`` is not a plan of an FP8 cache, whose kernels round P to e4m3.
+
+    Also raises one if the plan was made with ``cu_seqlens_q`` or ``row_seqlens`` and it is missing.
+    """
     if not isinstance(plan, DecodePlan):
         hint = "what plan_decode made for the call"
         checks.type_error("plan", "a DecodePlan", type(plan).__name__, hint)

@@ -1,8 +1,8 @@
-"""What a compiled variant asks of an SM: calls of its op on the software GPU, recorded.
+"""Costs of a compiled variant on an SM, from calls of its op recorded on the software GPU.
 
-A decode runs twice, one sequence and one part (a CTA, or a cluster) with few and with many KV
-tiles; the difference is a tile of the steady state.  So does an op whose workload knows one
-(``Workload.steady``).  Others run once, and their figures are those of a whole CTA in the mean.
+A decode runs twice, with one sequence and one part (a CTA or a cluster): first with few KV tiles,
+then with many.  The difference is the cost of tiles in the steady state.  An op whose workload has
+``Workload.steady`` runs twice likewise.  Others run once; their figures are a CTA's mean.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Cost:
         return rates.of(self.profile.architecture).measured
 
     def numbers(self) -> dict[str, float]:
-        """What two variants are compared by."""
+        """Figures by name, in which ``--compare`` sets two variants side by side."""
         f = self.profile.tile
         units = loads(f, self.profile.architecture, self.card)
         return {

@@ -344,7 +344,7 @@ class DenseJob:
         return cache, table.repeat_interleave(self.kv_heads, 0)
 
     def arguments(self) -> dict[str, Any]:
-        """Of one call, into fresh NaN-filled buffers; on the CPU."""
+        """Arguments of one call by name, on the CPU; results and workspace are new, full of NaN."""
         b, unit_rows = len(self.lengths), self.queries.unit_rows
         dtype = DTYPES[self.spec.dtype]
         out = torch.full((b, self.s_q, self.heads, KV_LORA_RANK), math.nan).to(dtype)
@@ -388,7 +388,7 @@ class DenseJob:
         return [torch.clamp(n - behind, min=0) for n in self.lengths]
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:
-        """What ``run`` returned against the reference, which is computed where the kernel ran."""
+        """Errors of ``run``'s (out, lse) against the reference, which runs on the job's device."""
         out, lse = (x.to(self.device) for x in result)
         q = self.q.to(self.device)
         cache, table, seqlens = (x.to(self.device) for x in (self.cache, self.table, self.seqlens))

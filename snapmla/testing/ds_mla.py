@@ -36,7 +36,7 @@ def quantize_ds_mla_rows(c: Tensor, rope: Tensor, *, power_of_two: bool = False)
 def dequantize_ds_mla_rows(
     rows: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """What ``fetch_dequant`` computes: content * scale in fp32, rounded to ``dtype``, and RoPE.
+    """Dequantises rows as ``fetch_dequant``: content * scale in fp32, rounded to ``dtype``; RoPE.
 
     Args:
         rows: uint8 (..., 656), contiguous rows.

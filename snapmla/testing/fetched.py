@@ -1,4 +1,4 @@
-"""What ``fetch_dequant`` gives, by plain indexing: which slot each row is, and what lies there."""
+"""Results of ``fetch_dequant`` by plain indexing: the slot of each row, and what it stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What index logits should be: in fp64, and by a tensor core's own sums, Hopper's or Blackwell's.
+"""References of index logits: in fp64, and by the tensor core's own sums, Hopper's or Blackwell's.
 
 A call is made of tensors as the kernel takes them: q (rows, heads, 128) e4m3 or its bytes, w (rows,
 heads) fp32, a cache of pages (``dsl_kernels.index_cache``), and tables.
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of one row: a value a token it sees, and sum_h |w| |relu| scale, which errors are held to."""
+    """Scores of the tokens that a row sees; sizes, sum_h |w| |relu| scale, which bound errors."""
 
     values: Tensor
     size: Tensor
@@ -74,7 +74,7 @@ def fill_pages(cache: Tensor, keys: Tensor, scales: Tensor) -> None:
 
 
 def scores(given: Mapping[str, Any], products: str = "hopper") -> list[Scores]:
-    """Of each row of a call: ``products`` of ``PRODUCTS``; the sum over heads in fp64."""
+    """Scores of each row of a call, by ``PRODUCTS[products]``; the sum over heads is in fp64."""
     q, found = given["q"].view(E4M3), []
     for r, (keys, scale) in enumerate(_seen(given)):
         dots, scale = PRODUCTS[products](q[r], keys).double(), scale.double()
@@ -86,8 +86,11 @@ def scores(given: Mapping[str, Any], products: str = "hopper") -> list[Scores]:
 def bits_on_blackwell(
     given: Mapping[str, Any], products: Products = accumulate.blackwell_fp8_dot
 ) -> list[Tensor]:
-    """Of each row fp32 scores, bit for bit as ``sm100/index_logits.py``: heads h, h + 4, ... in
-    four sums, each addition rounded once, then those in pairs, then the scale."""
+    """fp32 scores of each row, bit for bit as ``sm100/index_logits.py``.
+
+    Four sums take heads h, h + 4, ... by FMA, with one rounding for each head.  They are added in
+    pairs, and the total is multiplied by the token's scale.
+    """
     q, found = given["q"].view(E4M3), []
     for r, (keys, scale) in enumerate(_seen(given)):
         terms = torch.relu(products(q[r], keys)).view(q.shape[1] // 4, 4, len(keys))
@@ -112,7 +115,7 @@ def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _seen(given: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each row the keys (tokens, 128) that it sees, and their scales."""
+    """Yields for each row the keys (tokens, 128) that it sees, and their scales (tokens,)."""
     keys, scales = pages_of(given["cache"])
     for sequence, seen in rows_of(given):
         ids = given["block_table"][sequence].long().clamp(0, len(keys) - 1)
@@ -121,7 +124,7 @@ def _seen(given: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def magnitudes(given: Mapping[str, Any]) -> list[Tensor]:
-    """Of each row and token sum_h |w| sum_c |q k| scale: what a chain's cuts are held to."""
+    """sum_h |w| sum_c |q k| scale of each row and token, which bounds what a chain of sums cuts."""
     found = []
     for r, (keys, scale) in enumerate(_seen(given)):
         dots = given["q"].view(E4M3)[r].double().abs() @ keys.double().abs().T

@@ -1,4 +1,4 @@
-"""What ``index_rows`` and ``fetch_index_k`` should make of a step's tables, in torch."""
+"""References, in torch, of what ``index_rows`` and ``fetch_index_k`` make of a step's tables."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What the software GPU receives when a variant's workload runs: one digest of all of it.
+"""One digest of all that the software GPU receives when a variant's workload runs.
 
-Of each launch: the kernel by its place in the order, grid, block, cluster, attributes, shared
-memory and parameters, where an address is told as a buffer and an offset; of each call: the bytes
-of every buffer when it begins.  The variant's kernels return at once meanwhile, so this takes a
-second; what plans for it runs.  Memory that nobody has written has fixed bytes.
+A launch adds the kernel's number in the order of first launches, grid, block, cluster, attributes,
+shared memory and parameters; an address counts as a buffer and an offset.  A call adds the bytes of
+every buffer at its start.  The variant's own kernels return at once, so that a digest takes a
+second; the planning kernel in front of them runs.  Memory that is not written has fixed bytes.
 
-Two workloads with one digest, run on equal instructions by equal software GPUs, do the same.
+Workloads with equal digests do the same if instructions and software GPU are equal.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class GradJob:
         return cls(forward, out.to(q.dtype), lse.float(), dout.to(q.dtype)[..., 8:], dlse, together)
 
     def with_forward(self, forward: MhaJob) -> GradJob:
-        """Of other inputs, the same dO."""
+        """A job with the inputs, out and LSE of another forward, and this one's dO and dLSE."""
         made = GradJob.of(forward)
         return replace(self, forward=forward, out=made.out, lse=made.lse)
 
@@ -202,7 +202,7 @@ class GradJob:
         return Grads(dq, dk_nope, rope[0] if rope else None, dv)
 
     def errors(self, got: Mapping[str, Tensor]) -> GradErrors:
-        """Of gradients by name, against ``truth``; rows of no sequence must still be NaN."""
+        """Errors of named gradients against ``truth``; rows of no sequence must still be NaN."""
         made: list[dict[str, float]] = [{} for _ in range(6)]
         beside = 0
         truth, mimic = self.truth().each, self.mimic().each
@@ -325,7 +325,10 @@ class GradJob:
 
 
 def variants(spec: VariantSpec) -> dict[str, VariantSpec]:
-    """Of each op the variant that belongs to ``spec``, which is of mha_dq or mha_dkv."""
+    """op -> variant, for the four ops of the backward to which ``spec`` belongs.
+
+    ``spec`` is a variant of mha_dq or mha_dkv.
+    """
     of_dtype = {"dtype": spec.dtype, "arch": spec.arch}
     return {
         **{op: VariantSpec(op=op, **of_dtype) for op in ("mha_delta", "mha_rope_sum")},

@@ -307,7 +307,7 @@ class MhaJob:
         return sum(key_tiles(self.lq[i], self.lk[i], m, self.causal) for i, m in row_tiles(*given))
 
     def arguments(self) -> dict[str, Any]:
-        """By name; results full of NaN, the list of work from the host."""
+        """Arguments of one call by name: results full of NaN, the work list made on the host."""
         keys = dict(zip(("k_nope", "k_rope"), self.ks))
         t, h, _ = self.q.shape
         most = max(1, most_tiles(t, len(self.lq)) * h)
@@ -320,7 +320,7 @@ class MhaJob:
         }  # fmt: skip
 
     def errors(self, result: tuple[Tensor, Tensor]) -> MhaErrors:
-        """What a call gave against the reference; it must have left rows of no sequence alone."""
+        """Errors of (out, lse) against the reference; rows of no sequence must still be NaN."""
         out, lse = result
         cu_q, cu_k = offsets(self.lq), offsets(self.lk)
         errors = mha_errors(out, lse, self.q, self.k, self.v, cu_q, cu_k, self.scale, self.causal)

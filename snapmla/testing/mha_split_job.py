@@ -32,12 +32,12 @@ Entry = tuple[int, int, int, int]
 
 
 class Lists(NamedTuple):
-    """What ``mha_items`` makes where keys may be split.
+    """Lists that ``mha_items`` writes if it may split keys.
 
     Attributes:
-        entries: (sequence, row tile, piece, first partial row or -1), the longest first.
+        entries: (sequence, row tile, piece, first partial row or -1), most key tiles first.
         splits: (sequence, row tile, pieces, first partial row).
-        bases: of each sequence its first partial row, -1 if it is not split.
+        bases: first partial row of each sequence, -1 if it is not split.
     """
 
     entries: list[Entry]
@@ -128,7 +128,10 @@ class SplitJob(MhaJob):
         return {**given, **own}
 
     def split_errors(self, given: dict[str, Any]) -> MhaErrors:
-        """Of a call's arguments after it; rows that are partial must not have been written."""
+        """Errors of a call, from its arguments after it; combines the partial rows itself.
+
+        Rows of ``out`` of split sequences, and partial rows that no split has, must still be NaN.
+        """
         partial = given["partial_out"], given["partial_lse"]
         out, lse = merged(self.lq, self.lk, given["out"], given["lse"], partial)
         errors = self.errors((out.to(self.q.dtype), lse.float()))

@@ -58,7 +58,7 @@ class PagedShape(RecordShape):
 
     @property
     def width(self) -> int:
-        """Of the block table."""
+        """Pages in a row of the block table."""
         return self.topk // self.page_size
 
     @property
@@ -95,7 +95,7 @@ class PagedRecordJob(RecordJob):
 
     @property
     def argument_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of the exported function."""
+        """Names of the exported function's arguments, in order."""
         return ARGUMENTS
 
     # ---------------------------------------------------------------- inputs
@@ -154,7 +154,7 @@ class PagedRecordJob(RecordJob):
     # ---------------------------------------------------------------- calls
 
     def arguments(self) -> dict[str, Any]:
-        """Of one call, into fresh buffers without a number."""
+        """Arguments of one call by name; new results are NaN, or infinity if ``nan_last``."""
         shape, rows = self.shape, self.shape.queries.unit_rows
         b_q, unwritten = self.q16.shape[0], math.inf if shape.nan_last else math.nan
         out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), unwritten)

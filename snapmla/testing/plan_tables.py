@@ -49,7 +49,7 @@ class PlanTables:
 
     @staticmethod
     def of(plan: PlanReference) -> PlanTables:
-        """Those of a plan, the work list just as long as it is."""
+        """The tables of a plan; the work list has no room beyond its items."""
         made: tuple[tuple[list[Any], tuple[int, ...]], ...] = (
             (plan.work_items, (-1, ITEM_WORDS)), (plan.part_begin, (-1,)),
             (plan.split_begin, (-1,)), ([], (-1,)), (plan.units, (-1, 2)),
@@ -58,7 +58,7 @@ class PlanTables:
         return PlanTables(*(torch.tensor(x, dtype=torch.int32).view(shape) for x, shape in made))
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """What decode takes, by name."""
+        """Plan arguments of decode, by name."""
         names = ("work_items", "part_begin", "split_begin", "units", "row_limits")
         given = {name: getattr(self, name) for name in names}
         return {**given, "cu_seqlens_q": self.units.new_zeros(0)}  # no witness

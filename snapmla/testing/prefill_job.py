@@ -219,7 +219,7 @@ class PrefillJob:
         memory[~named] = math.nan
 
     def arguments(self) -> dict[str, Any]:
-        """By name; results full of NaN."""
+        """Arguments of one call by name; results are full of NaN."""
         s_q, heads, _ = self.q.shape
         device = self.q.device
         none = torch.zeros(0, device=device)
@@ -253,7 +253,10 @@ class PrefillJob:
         }  # fmt: skip
 
     def found(self, given: dict[str, Any]) -> Results:
-        """What a call left in its arguments, as ``errors`` takes it."""
+        """Results of a call, from its arguments after it, in the order that ``errors`` takes.
+
+        Calls with split lists give no max_logits; the reference's stand in for them.
+        """
         if self.width is None:
             names = ("out", "max_logits", "lse", "lse_indexer")
             return tuple(given[name] for name in names if name in given)
@@ -261,8 +264,11 @@ class PrefillJob:
         return given["out"][:, 0], most.float(), given["lse"][..., 0]
 
     def first_lse(self, i: int) -> tuple[Tensor, Tensor]:
-        """Of query token ``i`` in fp64: LSE of what the indexer chose, and the sums of magnitudes
-        behind the largest logit (h,)."""
+        """(LSE (h,), magnitudes (h,)) of query token ``i`` over the indexer's choice, in fp64.
+
+        The choice is the first ``indexer_topk`` entries.  Magnitudes: sum of |q k| * scale behind
+        the largest logit.
+        """
         assert self.indexer_topk is not None
         count = torch.tensor([min(self.counts[i], self.indexer_topk)], dtype=torch.int32)
         one = replace(
@@ -272,11 +278,12 @@ class PrefillJob:
         return lse, sizes
 
     def reference(self, i: int, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of query token ``i`` in fp64: out (h, 512), max_logits, lse and the sums of magnitudes
-        behind the largest logit (h,).
+        """(out (h, 512), max_logits (h,), lse (h,), magnitudes (h,)) of query token ``i``, in fp64.
+
+        Magnitudes: sum of |q k| * scale behind the largest logit.
 
         Args:
-            rounded: P as the kernel rounds it.
+            rounded: True rounds P as the kernel does.
         """
         entries, count = self.indices[i, 0], self.counts[i]
         there = named_rows(entries, count, len(self.kv))
@@ -298,10 +305,10 @@ class PrefillJob:
         return out, most, lse, sizes
 
     def errors(self, results: Results, tokens: Sequence[int] | None = None) -> PrefillErrors:
-        """What a call gave against the reference.
+        """Errors of a call's results, as ``found`` returns them, against the reference.
 
         Args:
-            tokens: query tokens that are looked at; None: all.
+            tokens: query tokens to compare; None: all.
         """
         rows = range(len(self.q)) if tokens is None else tokens
         out, most, lse, *first = (x[list(rows)].double() for x in results)

@@ -115,12 +115,12 @@ class RecordJob(SparseJob):
 
     @property
     def argument_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of the exported function."""
+        """Names of the exported function's arguments, in order."""
         return TWO_LISTS if self.record.two_lists else ARGUMENTS
 
     @property
     def record(self) -> Record:
-        """Of the cache."""
+        """The cache's format."""
         return FORMATS[self.spec.cache_dtype]
 
     # ---------------------------------------------------------------- inputs
@@ -276,14 +276,14 @@ class RecordJob(SparseJob):
         return cache, indices, counts
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:  # type: ignore[override]
-        """What ``run`` returned, natural LSE, by ``record_errors``."""
+        """Errors of ``run``'s (out, lse), LSE to base e, by ``record_errors``."""
         call = self.call()
         n = len(call.q)
         out, lse = result[0].flatten(0, 1)[:n], result[1].transpose(0, 1).flatten(1)[:, :n]
         return self._errors(call, out, lse)
 
     def _errors(self, call: RecordCall, out: Tensor, lse: Tensor) -> DenseErrors:
-        """Of the query tokens of ``call``, (tokens, h, 512) and (h, tokens)."""
+        """Errors of the query tokens of ``call``: out (tokens, h, 512) and lse (h, tokens)."""
         return record_errors(
             self.spec, call, out, lse, plain=self.shape.style == "plain",
             powers=self.shape.powers or self.record.powers,

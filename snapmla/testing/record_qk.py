@@ -1,5 +1,5 @@
-"""What pipeline ``mix8`` makes of a query, and how far Hopper's tensor core can put its logits, its
-LSE and its output from exact ones of that query.
+"""A query as pipeline ``mix8`` rounds it, and bounds of how far Hopper's tensor core can put its
+logits, LSE and output from exact ones of the rounded query.
 
 The kernel rounds content of the query to e4m3, a row times a power of two (``rounded``), and sums
 
@@ -80,7 +80,10 @@ class QkBounds(NamedTuple):
 
 
 def bounds(call: RecordCall) -> QkBounds:
-    """What Q.K's sums may do to a call, whose ``q`` is not rounded yet, beside ``rounded``."""
+    """Bounds of what Q.K's sums do to a call, against exact sums of the query after ``rounded``.
+
+    ``call.q`` is the query before that rounding.
+    """
     fields = call.fields()
     rows = []
     for i, q in enumerate(call.q):
@@ -91,7 +94,10 @@ def bounds(call: RecordCall) -> QkBounds:
 
 
 def _of_row(call: RecordCall, q: Tensor, fields: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a query token (h, 576) and its tokens' content, scales and RoPE."""
+    """(low (h,), high (h,) of the LSE, relative L2 of the output) for a query token ``q`` (h, 576).
+
+    ``fields``: content, scales and RoPE of the tokens that it sees.
+    """
     content, scales, rope = fields
     nothing = q.new_zeros(len(q), dtype=torch.float64)
     if not len(content):

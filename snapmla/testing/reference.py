@@ -267,7 +267,7 @@ def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) 
 def merge_states_reference(
     outs: Tensor, lses: Tensor, *, lse_base: str = "e"
 ) -> tuple[Tensor, Tensor]:
-    """What ``snapmla.merge_states`` computes.
+    """Merges attention over disjoint sets of tokens, as ``snapmla.merge_states``, in fp64.
 
     Args:
         outs: (n, ..., tokens, h, d_v) floating point, partial results over disjoint sets of tokens.

@@ -196,13 +196,13 @@ ONE_ROW = Queries()
 
 @dataclass(frozen=True)
 class Cuts:
-    """What decides about cuts beside balance.
+    """Limits and times that decide where to cut, beside balance.
 
     Attributes:
-        longest_item: tiles of an item, about; 0: any number.
-        max_stretches: of a part, for that.
-        tile_ns: time of a tile where memory does not bound it; 0: cuts cost nothing.
-        read_ns: time of reading a tile, if nobody else reads.
+        longest_item: most tiles of an item, approximately; 0: no limit.
+        max_stretches: most stretches that a part is made of to keep items that short.
+        tile_ns: nanoseconds of a tile if memory does not bound it; 0: cuts cost nothing.
+        read_ns: nanoseconds to read a tile if no other part reads.
     """
 
     longest_item: int = 0

@@ -1,4 +1,4 @@
-"""What a decode rounds, in plain torch: the points (``QuantConfig``), and rows as they are stored.
+"""Roundings of a decode in plain torch: the points (``QuantConfig``), and rows as they are stored.
 
 ``quantize_rows`` and ``dequantize_rows`` are the kernels' bit for bit; ``quantise_cache`` and
 ``quantise_query`` give the paper's variants.  ``snapmla.testing.reference`` attends over them.
@@ -36,7 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """What is rounded, and how the matrix products accumulate.
+    """Points at which a decode rounds, and the accumulation of its matrix products.
 
     Attributes:
         granularity: of the cache's content scale; used by ``reference_from_unquantised`` only.
@@ -196,7 +196,7 @@ def quantize_rows(
 def dequantize_rows(
     nope: Tensor, rope: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """What ``fetch_dequant`` computes: nope * scale and rope * scale, rounded once to ``dtype``.
+    """Dequantises rows as ``fetch_dequant``: nope * scale, rope * scale, rounded once to ``dtype``.
 
     Args:
         nope: (..., 512) float8_e4m3fn.

@@ -151,10 +151,10 @@ def load_or_build(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
 
 
 class Workload:
-    """What the hazard checker and the mutation study run: small, but every path is taken.
+    """Small calls of a variant that take every path, for the hazard check and the mutation study.
 
-    A decode comes right behind the planning kernel, as a dependent launch; the ring of stages wraps
-    several times; sequences of 0, 1 and many tokens; splits, merged by the launch behind it.
+    A decode is a dependent launch right behind the planning kernel.  Sequences have 0, 1 and many
+    tokens, and the ring of stages wraps several times; the launch behind it combines the splits.
     """
 
     LENGTHS = (70, 0, 450, 64, 1)
@@ -170,7 +170,7 @@ class Workload:
             planner = load_or_build(VariantSpec(op="plan_decode", arch=spec.arch), directory)
             self.job = job_of(spec, planner)
         self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
-        # whether a helper's calls come behind themselves, too, and others' behind grids before
+        # True: a helper's calls run behind themselves, too; of other ops, those of ``behind`` do
         self.again = False
 
     def run(self) -> Result:

@@ -89,7 +89,7 @@ class SparseShape:
 
     @property
     def planned(self) -> tuple[tuple[int, ...], int]:
-        """(lengths, width) of the lists that a plan is told of."""
+        """(lengths, width) of the lists that a plan is made for."""
         return self.lengths, self.topk
 
     @property
@@ -223,8 +223,12 @@ class SparseJob:
             target[slots // p, slots % p] = values
 
     def _idle(self, i: int, count: int) -> None:
-        """Some of a row's first ``count`` entries become no token's: one in seven, of the second
-        query token all, of a longer row a whole tile, and what is just behind the pool."""
+        """Replaces some of query token ``i``'s first ``count`` entries by indices of no token.
+
+        Each entry is replaced with probability 1/7.  All are if ``i`` % 4 is 1.  Entries 64 to
+        127, a tile, are if ``i`` % 4 is 2 and ``count`` exceeds 192.  The index is -1, INT_MAX,
+        the slot just past the pool, or -2^31.
+        """
         pool = self.planes[0].shape[0] * self.planes[0].shape[1]
         none = torch.tensor([-1, INT_MAX, pool, -(2**31)], dtype=torch.int32)
         row = self.indices[i]
@@ -238,7 +242,7 @@ class SparseJob:
     # ---------------------------------------------------------------- calls
 
     def arguments(self) -> dict[str, Any]:
-        """Of one call, into fresh NaN-filled buffers."""
+        """Arguments of one call by name; results and workspace are new and full of NaN."""
         shape, q = self.shape, self.q
         b_q = q.rope.shape[0]
         out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), math.nan)
@@ -290,7 +294,7 @@ class SparseJob:
     # ---------------------------------------------------------------- truth
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DecodeErrors:
-        """What ``run`` returned against the reference; rows of no sequence are not looked at."""
+        """Errors of ``run``'s (out, lse) against the reference, without rows of no sequence."""
         out, lse = result
         n, q = self.shape.covered, self.q
         nope, q_rope, q_scale = (x.flatten(0, 1)[:n] for x in (q.nope, q.rope, q.row_scale))

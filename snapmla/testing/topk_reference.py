@@ -1,4 +1,4 @@
-"""What ``select_topk`` is to give, by a stable sort, and scores that are hard to select from."""
+"""Reference of ``select_topk`` by a stable sort, and scores that are hard to select from."""
 
 from __future__ import annotations
 

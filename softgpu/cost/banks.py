@@ -30,7 +30,7 @@ class Waves(NamedTuple):
 
 
 def wavefronts(addresses: NDArray[Any], nbytes: int, lanes: NDArray[Any] | None = None) -> Waves:
-    """Of one access of a warp.
+    """Wavefronts of one access of a warp: needed, and without bank conflicts.
 
     Args:
         addresses: (lanes,) byte addresses in shared memory of the lanes that take part.

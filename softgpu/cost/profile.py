@@ -1,4 +1,4 @@
-"""What roles ask of an SM's units, per tile or per launch, and which unit bounds a kernel.
+"""Use of an SM's units by roles, per tile or per launch, and the unit that bounds a kernel.
 
 Two records of one kernel with different numbers of tiles give the steady state: their difference,
 divided by the tiles.  A role is warps that run the same code.
@@ -38,7 +38,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one CTA, or one of its roles, asks of each unit.
+    """Use of each unit by one CTA, or by one of its roles.
 
     Attributes:
         ptx: PTX instructions, of warps.
@@ -77,7 +77,7 @@ class Figures:
 
     @property
     def lsu(self) -> float:
-        """What an H200's counter of LSU wavefronts to shared memory adds up."""
+        """Wavefronts to shared memory, as an H200's LSU counter adds them up."""
         return self.wavefronts(*LSU, *EXCHANGE, OPERANDS)
 
 
@@ -153,7 +153,7 @@ def entry(recorder: Recorder) -> str:
 def profile(
     few: Recorder, many: Recorder | None, tiles: tuple[int, int], code: list[sass.Block] | None
 ) -> Profile:
-    """Of the kernel that ``few`` launched first.
+    """Profile of the kernel that ``few`` launched first.
 
     Args:
         few, many: records of calls with ``tiles`` tiles a CTA; no ``many``: one whole launch.
@@ -281,7 +281,7 @@ def _file(kernel: Kernel, counts: Counts) -> str:
 # ---- ceilings ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Card:
-    """What a cost is held against.
+    """Rates of a card, against which a cost is held.
 
     Attributes:
         name: of the card.

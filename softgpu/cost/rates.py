@@ -1,4 +1,4 @@
-"""What an SM does in a cycle, by architecture, and tensor cycles of MMAs.
+"""Rates of an SM a cycle, by architecture, and tensor cycles of MMAs.
 
 Rates are those of one multiprocessor.  The tensor core's follow from the vendor's nominal FLOP/s
 at the boost clock; shared memory moves 128 bytes a cycle, reads and writes together.
@@ -39,14 +39,14 @@ def of(architecture: int) -> Rates:
 
 
 def wgmma_cycles(n: int) -> float:
-    """Of an SM's tensor cores for m64 x N x 32 bytes of K: 4096 FMA of one byte a cycle."""
+    """Cycles of an SM's tensor cores for m64 x N x 32 bytes of K: 4096 FMA of one byte a cycle."""
     return 64 * n * STEP_BYTES / 4096
 
 
 def tcgen05_cycles(op: TensorOp) -> float:
-    """Of one SM for a tcgen05.mma: 8192 FMA of one byte a cycle, half with M = 64; 0 for a copy.
+    """Cycles of one SM for a tcgen05.mma: 8192 FMA of one byte a cycle, half if M = 64.
 
-    A pair's M counts the rows of both CTAs, each of which does its share.
+    0 for a copy.  A pair's M counts the rows of both CTAs, each of which does its share.
     """
     if op.kind != "mma":
         return 0.0

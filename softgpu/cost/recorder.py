@@ -75,7 +75,7 @@ class Event(NamedTuple):
 
 @dataclass
 class WarpRecord:
-    """What one warp did; see the module's text."""
+    """Counts and events of one warp; see the module's text."""
 
     kernel: str
     cluster: int
@@ -285,7 +285,7 @@ class _Step:
 
 # ---- watchers: what an instruction means ---------------------------------------------------------
 def _watcher(ins: Instr) -> Any:
-    """What looks at an instruction's execution; None where counting it is all."""
+    """Function that watches an instruction's execution; None if it is only counted."""
     for prefix, watch in _WATCHERS:
         if ins.opcode.startswith(prefix):
             return watch

@@ -68,7 +68,7 @@ def opcodes(p: Profile) -> list[str]:
 
 
 def verdict(p: Profile, card: Card, cycles: float, handovers: Mapping[str, float]) -> list[str]:
-    """What bounds it, how far the modelled time is from that, and what the time is made of."""
+    """Lines that say what bounds it, how busy that is in the modelled time, and its handovers."""
     found = loads(p.tile, p.architecture, card)
     second = f", then {found[1].unit} ({100 * found[1].share:.0f} % of that)"
     waits = ", ".join(f"{n:.1f} {what}" for what, n in sorted(handovers.items()) if n >= 0.05)

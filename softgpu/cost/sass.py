@@ -96,7 +96,7 @@ def parse(text: str) -> dict[str, list[Block]]:
 
 
 class Estimate:
-    """Of one kernel: how often its SASS blocks run when its PTX runs so often."""
+    """Estimates how often the SASS blocks of one kernel run, from executions of its PTX."""
 
     def __init__(self, kernel: Kernel, code: list[Block]) -> None:
         self.code = [b for b in code if b.code]

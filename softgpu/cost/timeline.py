@@ -56,7 +56,7 @@ class Handover(NamedTuple):
 
 @dataclass
 class Timeline:
-    """What ``play`` found.
+    """Results of ``play``.
 
     Attributes:
         cycles: until the last warp ends.
@@ -73,7 +73,7 @@ class Timeline:
     path: list[Handover]
 
     def waits(self) -> dict[str, float]:
-        """What the critical path waits for, by kind: how often."""
+        """Kind of wait -> how often the critical path has it."""
         found = Counter(kind_of(h) for h in self.path)
         return {kind: float(n) for kind, n in found.items()}
 
@@ -95,7 +95,7 @@ class Stretch(NamedTuple):
 
 
 def stretch(kernel: Kernel, path: tuple[int, ...]) -> Stretch:
-    """Of instructions in the order they were executed; loads of before are taken to be there."""
+    """Stretch of instructions in the order of execution; earlier loads count as done."""
     ready: dict[str, float] = {}
     special, depth = 0, 0.0
     files: Counter[str] = Counter()
@@ -345,7 +345,7 @@ WORDS = {"wgmma": "wait for wgmma", "cp.async": "wait for cp.async", "bulk": "wa
 
 
 def kind_of(h: Handover) -> str:
-    """What a warp waited for, in the words of a report."""
+    """Words in a report for what a warp waited for."""
     kind = str(h.key[0])
     if kind == "mbarrier":
         ends = {"copy": " that a copy fills", "tensor": " that an MMA commits to"}

@@ -74,7 +74,7 @@ class Layout:
         return 32 * warp
 
     def agent(self, kind: str, warp: int) -> int:
-        """What a warp does collectively or asynchronously, one of ``KINDS``."""
+        """Component of a warp's collective or asynchronous work of one of ``KINDS``."""
         return self.kinds[kind] + warp
 
     def new_mbarrier(self) -> int:
@@ -104,7 +104,7 @@ class Layout:
 
 
 class Stamp:
-    """What a release publishes; joins of several releases accumulate."""
+    """Clocks that a release publishes; joins of several releases accumulate."""
 
     __slots__ = ("a", "v")
 
@@ -112,7 +112,7 @@ class Stamp:
         self.v, self.a = v, a
 
     def join(self, other: Stamp) -> Stamp:
-        """What is known after both."""
+        """Stamp of what is known after both."""
         return Stamp(np.maximum(self.v, other.v), np.maximum(self.a, other.a))
 
 
@@ -146,7 +146,7 @@ class WarpClock:
         return self._least
 
     def knowledge(self, row: int) -> Ints:
-        """What a lane knows; a negative row asks for what all 32 lanes know."""
+        """Clocks that a lane knows; a negative row asks for those that all 32 lanes know."""
         return self.vc[row] if row >= 0 else self.least()[0]
 
     def release(self, m: Any) -> Stamp:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a finished grid wrote: for a dependent grid that started early.
+    """Bytes that a finished grid wrote, for a dependent grid that started early.
 
     Attributes:
         start: first address; shift: log2 of a granule's bytes.
@@ -248,7 +248,7 @@ class GlobalHazards:
 
     # ---- the next grid -------------------------------------------------------------------------
     def footprints(self) -> list[Footprint]:
-        """What this launch wrote."""
+        """Footprints of this launch, one for each region that it wrote to."""
         name = self.machine.program.kernel.name
         out = []
         for region in self.memory.regions:

@@ -88,7 +88,7 @@ class Reports:
         return self._event(action, pc, warp, lanes, note, cluster)
 
     def here(self, warp: WarpHazards, action: str, lanes: str) -> Event:
-        """What ``warp`` is doing now."""
+        """Event of the instruction that ``warp`` executes now."""
         return self._event(action, warp.warp.pc, warp.index, lanes, "")
 
     def _event(

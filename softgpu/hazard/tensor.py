@@ -43,7 +43,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Ticket(NamedTuple):
-    """What a warp that allocates or frees stands for.
+    """Evidence of an allocation or deallocation: the warp's clock and knowledge at that time.
 
     Attributes:
         component, time: who knows this knows that the warp came here.
@@ -99,7 +99,7 @@ class _Accessor(NamedTuple):
 
 
 class WarpTensor:
-    """What one warp does with tensor memory; ``WarpHazards.tensor``.
+    """Checks of one warp's use of tensor memory; ``WarpHazards.tensor``.
 
     Attributes:
         usable: (32, agents + 1), the work of every agent that a lane may rely on: known, passed on
@@ -319,7 +319,10 @@ class WarpTensor:
             self.report.other_format(self.owner, *found, form, issuer.lane)
 
     def _busy(self, rank: int, issuer: Issuer, component: int) -> None:
-        """What has been issued works on CTA ``rank``, which must not end before it is complete."""
+        """Notes that issued work uses CTA ``rank``, which must not end before it is complete.
+
+        Reports a hazard if the CTA has ended.
+        """
         cluster = self.owner.owner
         if cluster.cluster.blocks[rank].live == 0:
             cluster.report.exited_block(self.owner, rank, issuer.lane)
@@ -383,6 +386,6 @@ class WarpTensor:
         self.usable[lanes, :n] = np.maximum(self.usable[lanes, :n], twins)
 
     def _pass_on(self, m: Any) -> None:
-        """What of the warp's ld and st is complete may travel on with the next release."""
+        """Lets the warp's complete ld and st travel on with the next release."""
         own = self.columns.first + np.array([self._load, self._store])
         self.clock.note(m, own, own + self.columns.agents + 1)

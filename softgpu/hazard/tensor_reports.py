@@ -67,7 +67,7 @@ class TensorReports:
         return f"tensor memory, {text}, block {self.owner.cluster.blocks[rank].ctaid}"
 
     def _is(self, found: TensorConflict, read: bool) -> str:
-        """What the earlier access did."""
+        """Word for the earlier access: load, store, "mma, A", or the operation's kind."""
         if self.columns.issuer_of(found.agent) is None:
             return "load" if read else "store"
         if read:
@@ -84,7 +84,7 @@ class TensorReports:
         return [first, report.here(warp, action, lane_text(lane))]
 
     def _remedy(self, agent: int) -> str:
-        """What makes an agent's work complete and known."""
+        """Remedy that makes an agent's work complete and known."""
         if self.columns.issuer_of(agent) is not None:
             return _COMMIT
         return _STORE if self.columns.name(agent)[0].endswith("st") else _LOAD

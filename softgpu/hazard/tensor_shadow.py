@@ -216,7 +216,7 @@ class OperandFormats:
 
 
 class Pipeline(NamedTuple):
-    """What makes two asynchronous operations follow each other in order, PTX ISA 9.7.18.6.
+    """Facts by which two asynchronous operations follow each other in order, PTX ISA 9.7.18.6.
 
     Attributes:
         warp: the issuer's, in the cluster.

@@ -25,7 +25,7 @@ def _rows(lanes: Any, idx: Index) -> Any:
 
 
 class WarpHazards:
-    """What the instruction handlers call; one object a warp.
+    """Hazard checks of one warp, which the instruction handlers call.
 
     Attributes:
         agents: components of the warp's collective and asynchronous work, by ``Layout.KINDS``.
@@ -134,9 +134,10 @@ class WarpHazards:
             self.report.unknown_write(self, found._replace(row=lane), "asynchronous read", True)
 
     def async_read(self, lane: int, idx: Any, comp: int, time: int) -> None:
-        """What ``lane`` issued, or the whole warp (-1), reads granules until (comp, time) is known.
+        """Notes an asynchronous read of granules, which lasts until (comp, time) is known.
 
-        Each component's reads of a granule are remembered as its last one.
+        ``lane`` has issued it, or the whole warp (-1).  Only the last read
+        of a granule by each component is kept.
         """
         self._check_async_read(idx, lane)
         self.owner.shared.read(self._key(comp), idx, comp, time, self.event)
@@ -276,7 +277,7 @@ class WarpHazards:
         self.clock.learn(m, self.owner.layout.prior, 1)
 
     def ignorant(self, lanes: Any) -> Any:
-        """Those of ``lanes`` that do not know that the earlier grids are complete."""
+        """Subset of ``lanes`` that do not know that the earlier grids are complete."""
         if self.prior_known:
             return lanes[:0]
         known = self.clock.vc[:, self.owner.layout.prior] >= 1

@@ -21,10 +21,10 @@ WARPS = 4  # of a warpgroup; the rank of its first warp is a multiple of this
 
 
 class Warpgroup:
-    """What the warps of one warpgroup have executed of it, in order.
+    """Aligned instructions that the warps of one warpgroup have executed, in order.
 
-    Only what some warp has not come to yet is kept.  The first difference is reported, after which
-    nothing can be said about the order: the warpgroup is no longer looked at.
+    Only those that some warp has not come to yet are kept.  The first difference is reported.  Then
+    nothing can be said about the order, and the warpgroup is no longer looked at.
     """
 
     def __init__(self, report: Reports, warps: int) -> None:

@@ -31,7 +31,7 @@ def _scalar(k: Decoder, operand: Operand, ins: Instr) -> Any:
 
 
 class _Generation:
-    """What the arrivals of one generation published, for the hazard checker."""
+    """Stamp that the arrivals of one generation published, for the hazard checker."""
 
     def __init__(self) -> None:
         self.stamp: Any = None
@@ -64,7 +64,7 @@ class WarpArrival:
         return self.state is not None and self.state.generation != self.generation
 
     def text(self, w: Any, number: int) -> str:
-        """What the threads wait for."""
+        """Text that says what the threads wait for."""
         if self.state is not None:
             return f"barrier {number}: {self.state.arrived} of {self.state.expected} threads"
         missing = np.nonzero(w.lanes(w.alive) & ~self.lanes)[0].tolist()

@@ -1,4 +1,4 @@
-"""What the handlers of several families share."""
+"""Helpers that the handlers of several families share."""
 
 from __future__ import annotations
 

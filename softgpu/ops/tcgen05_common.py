@@ -1,4 +1,4 @@
-"""What the handlers of tcgen05 share: modifiers, the kernel's cta_group, descriptors."""
+"""Helpers that the handlers of tcgen05 share: modifiers, the kernel's cta_group, descriptors."""
 
 from __future__ import annotations
 

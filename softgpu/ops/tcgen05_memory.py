@@ -273,7 +273,9 @@ class _Transfer:
         return None
 
     def _cells(self, w: Any, at: int) -> tuple[Cells, ...]:
-        """What it touches; the lane field counts within the warp's quarter.
+        """Cells that it touches, from address ``at``.
+
+        Its lane field counts within the warp's quarter, or within the CTA's 128 lanes.
 
         Raises:
             TensorMemoryError: columns nobody owns, lanes of another quarter, a 16-lane shape that

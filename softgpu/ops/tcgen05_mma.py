@@ -55,7 +55,7 @@ class Instruction:
 
     @property
     def formats(self) -> str:
-        """Of A and B, as an accumulate function wants them."""
+        """Formats of A and B, as an accumulate function wants them."""
         return self.a if self.a == self.b else f"{self.a}/{self.b}"
 
     @property

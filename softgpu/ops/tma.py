@@ -88,7 +88,7 @@ def decode_map(raw: bytes) -> TensorMap:
 
 
 def check_map(t: TensorMap, shared: int) -> None:
-    """What the hardware requires of a map and a shared address."""
+    """Raises an error if a map or a shared address breaks the hardware's rules."""
     inner = t.box[0] * t.element
     if t.address & 15 or any(s & 15 for s in t.stride):
         raise DescriptorError(f"tensor map: address and strides must be multiples of 16: {t}")

@@ -36,7 +36,7 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """What is used of LMDeploy, against the record of that release or the newest."""
+    """Findings on the used parts of LMDeploy, against its release's or the newest record."""
     records = surface.recorded()
     known = records.get(importlib.metadata.version("lmdeploy")) or records[max(records)]
     said = surface.differences(surface.read(), known)

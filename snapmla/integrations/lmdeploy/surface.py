@@ -1,8 +1,8 @@
-"""What ``SNAPMLA_AS_FLASH_MLA`` relies on in LMDeploy, read from its text or from the record.
+"""Parts of LMDeploy on which ``SNAPMLA_AS_FLASH_MLA`` relies, from its text or the record.
 
-``surface.json`` holds it for the releases whose text ran on ours: methods by name with their
-parameters, and ``module@function`` with what the module's calls of FlashMLA's function name.
-Nothing of LMDeploy is imported, which wants a GPU's libraries.
+``surface.json`` has them for the releases whose code ran on our functions: methods by name with
+their parameters, and ``module@function`` with the arguments that the module's calls of FlashMLA's
+function name.  LMDeploy is not imported, as that needs a GPU's libraries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read() -> Surface:
 
 
 def calls(module: str, function: str) -> Iterator[list[str]]:
-    """Of each call of a function in a module's text, the arguments that it names."""
+    """Yields the named arguments of each call of a function in a module's text."""
     package, *folders = module.split(".")
     spec = importlib.util.find_spec(package)
     places = () if spec is None else spec.submodule_search_locations or ()
@@ -63,7 +63,7 @@ def recorded() -> dict[str, Surface]:
 
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
-    """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
+    """Differences of ``found`` from ``known``: (None if it may still work, else False; text)."""
     return surfaces.differences(found, known, _may_do)
 
 

@@ -39,7 +39,7 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """What the plugin uses of SGLang, against the record of that release or the newest."""
+    """Findings on the used parts of SGLang, against its release's or the newest record."""
     records = surface.recorded()
     known = records.get(importlib.metadata.version("sglang")) or records[max(records)]
     said = surface.differences(surface.read(), known)
@@ -49,7 +49,7 @@ def names() -> Iterator[Finding]:
 
 
 def multi_head() -> Finding:
-    """What computes prompts as multi-head attention."""
+    """Finding on the package by which SGLang computes prompts as multi-head attention."""
     name, needs = refuse.MULTI_HEAD[findings.arch()]
     if importlib.util.find_spec(needs) is None:
         return Finding(False, f"{needs} is not installed: SGLang's {name}, which computes prompts")
@@ -57,7 +57,7 @@ def multi_head() -> Finding:
 
 
 def not_served() -> Finding:
-    """What the plugin stops a server at."""
+    """Finding that lists the settings whose values the plugin refuses."""
     settings = ", ".join(dict.fromkeys(setting.name for setting in refuse.SETTINGS))
     return Finding(True, f"values of these settings are refused, each in a sentence: {settings}")
 

@@ -50,7 +50,7 @@ class Tables:
 
 
 class Step:
-    """What the layers of a step share."""
+    """Plan, lengths and block table of a step, which its layers share."""
 
     def __init__(
         self,

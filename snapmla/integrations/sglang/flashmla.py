@@ -86,7 +86,7 @@ def calls() -> int:
 
 
 class Hook:
-    """What SGLang's registry calls in the place of one function, with that function first."""
+    """Stands in for one of FlashMLA's functions; SGLang's registry passes the original first."""
 
     def __init__(self, kind: type[_OfSGLang]) -> None:
         self.kind = kind
@@ -188,7 +188,7 @@ _registered: dict[str, Hook] = {}
 
 
 def settings(view: Any) -> Iterator[str]:
-    """What a server's settings keep from FlashMLA, in sentences.
+    """Yields a sentence for each setting of a server that keeps calls from FlashMLA.
 
     Args:
         view: its settings, as SGLang resolved them.

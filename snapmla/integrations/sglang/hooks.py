@@ -1,4 +1,4 @@
-"""What the plugin changes in SGLang, all of it without effect on servers that name another backend.
+"""Hooks of the plugin in SGLang; all but the last change nothing if another backend is named.
 
 ===========================  ======================================================================
 choices                      the name, also where prefixes are cached, and for deterministic runs

@@ -135,7 +135,7 @@ class SnapMLATokenToKVPool(MLATokenToKVPool):
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """What ``get_cpu_copy`` gave, to the same or other slots."""
+        """Restores what ``get_cpu_copy`` returned, to the same slots or others."""
         rows, scales = kv_cache_cpu
         super().load_cpu_copy(rows, indices, mamba_indices, req_pool_index)
         for scale, saved in zip(self.kv_scale_buffer, scales, strict=True):

@@ -1,6 +1,7 @@
-"""What the backend would compute wrong or cannot do: it stops the engine with a sentence instead.
+"""Settings and models that the backend refuses: each stops the engine with a sentence.
 
-Imports nothing of SGLang: settings and configurations are handed in.
+The backend cannot serve them, or would compute wrong results.  Nothing of SGLang is imported:
+settings and configurations are passed in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the plugin relies on in SGLang, read from an installation or from the record of releases.
+"""Parts of SGLang on which the plugin relies, from an installation or from the record of releases.
 
-``surface.json`` holds it for the releases that the plugin was run with.  It is read from the source
-text: nothing of SGLang is imported, which wants a GPU's libraries.
+``surface.json`` has them for the releases that the plugin was run with.  Source text is read:
+SGLang is not imported, as that needs a GPU's libraries.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def known_release() -> str | None:
 
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
-    """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
+    """Differences of ``found`` from ``known``: (None if it may still work, else False; text)."""
     return surfaces.differences(found, known, _may_do)
 
 

@@ -30,14 +30,14 @@ def attention(
     indices: Tensor | None = None,
     **_: Any,
 ) -> Result:
-    """What ``AttentionInterface`` has under our name.
+    """Attends for a layer: the function under our name in ``AttentionInterface``.
 
     Args:
         module: the layer.
         query: (b, h, n, d_nope + 64), RoPE applied.
         key: latents of the new tokens, (b, 1, n, 512), tagged by our cache layer.
         value: their RoPE parts, (b, 1, n, 64).
-        attention_mask: not looked at: the cache knows pads and positions.
+        attention_mask: ignored: the cache knows pads and positions.
         scaling: of logits, YaRN's factor in it.
         indices: int32 (b, n, topk), positions that a DSA model's indexer chose.
 

@@ -27,7 +27,7 @@ _STATE = "_snapmla_patch"
 
 
 class Patch:
-    """What ``unpatch`` undoes."""
+    """Changes of a patched model, which ``undo`` takes back."""
 
     def __init__(self, model: Any, decoder: Any, layers: list[Any]) -> None:
         self.decoder, self.layers = decoder, layers

@@ -1,4 +1,4 @@
-"""What the layers of a cache share: which tokens are cached, where, and the plans of a step.
+"""State that the layers of a cache share: slots and positions of tokens, and the plans of a step.
 
 Two ways to count the tokens of a sequence meet here.  transformers counts *positions*, pads
 included: position j of a batch is column j of its ``attention_mask``.  The cache holds tokens

@@ -1,10 +1,10 @@
-"""What the integration relies on in transformers, read from its source, which is not imported.
+"""Parts of transformers on which the integration relies, read from its source without an import.
 
-    python -m snapmla.integrations.transformers.surface            what is otherwise here
+    python -m snapmla.integrations.transformers.surface            prints what differs here
     python -m snapmla.integrations.transformers.surface record     adds this release to the record
 
-``surface.json`` has it for the releases that it was run with: parameters of functions that we call,
-replace or are called like, and how layers call ours.
+``surface.json`` has them for the releases that it was run with: parameters of functions that we
+call, replace or are called like, and the arguments with which layers call ours.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _register_backends() -> None:
 
 
 class _CacheDtype:
-    """What vLLM asks of a cache dtype: bytes, in a format that only the backend knows."""
+    """Cache dtype as vLLM reads it: bytes (uint8), in a format that only the backend knows."""
 
     name = CACHE_DTYPE
 

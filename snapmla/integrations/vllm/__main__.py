@@ -41,7 +41,7 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """What the backend uses of vLLM, against the record of that release or the newest."""
+    """Findings on the used parts of vLLM, against its release's or the newest record."""
     try:
         found = surface.read()
     except Exception as error:  # an import of vLLM may fail in any way
@@ -57,7 +57,7 @@ def names() -> Iterator[Finding]:
 
 
 def not_served() -> Finding:
-    """What the backend stops the engine at, of models that vLLM has."""
+    """Finding that lists the layers and models of vLLM at which the backend stops the engine."""
     classes = (name.partition(":")[2].partition(".") for name in surface.REFUSED)
     layers = dict.fromkeys(kind for kind, dot, _ in classes if dot)
     return Finding(

@@ -54,7 +54,7 @@ HAS_SPECS = hasattr(mla.MLACommonBackend, "customize_spec")
 
 
 class SnapMLABackend(mla.MLACommonBackend):
-    """What vLLM's selector asks before it chooses."""
+    """Properties of the backend that vLLM's selector reads before it chooses."""
 
     supported_dtypes: ClassVar = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar = [plugin.CACHE_DTYPE if HAS_SPECS else "fp8_ds_mla"]
@@ -125,8 +125,14 @@ class SnapMLABackend(mla.MLACommonBackend):
 
 @dataclass
 class SnapMLADecodeMetadata(mla.MLACommonDecodeMetadata):
-    """Of the requests that decode: their plan, and their query tokens each (None: they differ, and
-    ``cu_seqlens_q`` says where they begin); of drafts over shards how many tokens each one sees."""
+    """Plan and query tokens of the requests that decode.
+
+    Attributes:
+        s_q: query tokens of each request; None if they differ.
+        cu_seqlens_q: first query token of each request, given if they differ.
+        row_seqlens: tokens that each query token sees, given for drafts whose cache is sharded over
+            ranks.
+    """
 
     plan: DecodePlan
     s_q: int | None

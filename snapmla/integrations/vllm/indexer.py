@@ -106,13 +106,13 @@ class _Chosen:
 
 
 def choose(**given: Any) -> torch.Tensor:
-    """What vLLM's function does, of its arguments by name.
+    """Chooses tokens in the place of vLLM's function, whose arguments it takes by name.
 
     Returns:
         ``topk_indices_buffer``, of which the step's rows are written.
 
     Raises:
-        ValueError: of candidate blocks, FP4 or prefill context parallelism.
+        ValueError: if candidate blocks, FP4 or prefill context parallelism is asked for.
     """
     _check(given)
     buffer = given["topk_indices_buffer"]
@@ -338,7 +338,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, given: Arguments) -> Ranks | None:
-        """Of a call; None where a rank has all tokens."""
+        """Ranks of a call, by its arguments; None if each rank has all tokens."""
         count = given.get("dcp_world_size", 1)
         if count == 1:
             return None

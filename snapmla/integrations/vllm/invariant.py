@@ -1,10 +1,11 @@
-"""What batch invariance needs of vLLM beside attention: a norm that sums a row in one order.
+"""Batch invariance of vLLM beside attention: a norm that sums a row in one order.
 
 vLLM's kernel that adds a residual and norms (``fused_add_rms_norm``) sums a row with up to 1024
-threads in steps of fewer than 256 tokens and with 256 in larger ones, ``VLLM_BATCH_INVARIANT`` or
-not (vLLM 0.26; pull request 48391 of vllm-project/vllm mended it later).  So a short prompt alone
-has other bits than within a step of other prompts.  Where the kernel does so, the residual is added
-first and the sum goes through vLLM's own batch-invariant norm, which has a program a row.
+threads in steps of fewer than 256 tokens, and with 256 threads in larger steps, even with
+``VLLM_BATCH_INVARIANT`` (vLLM 0.26; pull request 48391 of vllm-project/vllm mended it later).  So a
+short prompt has other bits alone than within a step of other prompts.  If the kernel does so, the
+residual is added first and the sum goes through vLLM's own batch-invariant norm, which runs one
+program a row.
 """
 
 from __future__ import annotations

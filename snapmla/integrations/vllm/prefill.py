@@ -37,7 +37,7 @@ class KeyParts(NamedTuple):
 
 
 class SnapMLAPrefillBackend(MLAPrefillBackend):
-    """What vLLM's layer calls, for new tokens and for chunks of what is cached."""
+    """Prefill for vLLM's MLA layer: attention to new tokens, and to chunks of the cached ones."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16]
     supported_mla_dimensions: ClassVar = [

@@ -1,6 +1,7 @@
-"""What the backend would compute wrong: it stops the engine with a sentence instead.
+"""Settings, models and layers that the backend refuses: each stops the engine with a sentence.
 
-Imports nothing of vLLM: configuration and layers are handed in.
+The backend would compute wrong results for them.  Nothing of vLLM is imported: configuration and
+layers are passed in.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _tell(sentence: str) -> None:
 
 
 class SnapMLASparseBackend(AttentionBackend):
-    """What vLLM's selector asks before it chooses."""
+    """Properties of the sparse backend that vLLM's selector reads before it chooses."""
 
     supported_dtypes: ClassVar = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar = [FORMAT]
@@ -153,7 +153,7 @@ class SnapMLASparseBackend(AttentionBackend):
 
 @dataclass(kw_only=True)
 class _OlderMetadata(AttentionMetadata):
-    """What 0.26's builder gives to whichever class a backend names."""
+    """Metadata fields that 0.26's builder passes to the class that a backend names."""
 
     num_reqs: int
     max_query_len: int
@@ -288,7 +288,7 @@ class SnapMLASparseMetadataBuilder(sparse.SparseMLACommonMetadataBuilder[SnapMLA
 
 
 class _OlderImpl(sparse.SparseMLACommonImpl[SnapMLASparseMetadata]):
-    """What newer base classes do around the kernel, for 0.26."""
+    """Converts chosen positions to cache rows, for 0.26; newer base classes do it themselves."""
 
     def forward_mqa(
         self,

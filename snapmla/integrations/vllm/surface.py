@@ -1,10 +1,10 @@
-"""What the backend relies on in vLLM, read from an installation or from the record of releases.
+"""Parts of vLLM on which the backend relies, from an installation or from the record of releases.
 
-``surface.json`` holds it for the releases that the backend was run with: parameters of functions
-and methods, fields of dataclasses, which names are there, and where an enumeration's member is
-another name of an older one.  Beside that it has the layers that write the cache themselves, which
-the backend refuses (``refuse.py``): one that gets another name is to be looked at.  And it has the
-modules that bind FlashMLA's names (``flashmla.py``).
+``surface.json`` has them for the releases that the backend was run with: parameters of functions
+and methods, fields of dataclasses, names that exist, and enumeration members that are aliases of
+older ones.  It also has the layers that write the cache themselves, which the backend refuses
+(``refuse.py``); one whose name changes must be looked at.  And it has the modules that bind
+FlashMLA's names (``flashmla.py``).
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def known_release() -> str | None:
 
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
-    """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
+    """Differences of ``found`` from ``known``: (None if it may still work, else False; text)."""
     return surfaces.differences(found, known, _may_do)
 
 

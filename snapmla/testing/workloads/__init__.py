@@ -1,4 +1,4 @@
-"""What a call of each op looks like: one file an op, for everyone who makes such calls.
+"""Calls of each op, one file an op, shared by every tool that makes such calls.
 
 ``of(op)`` is the ``WORKLOAD`` of ``workloads/<op>.py``, unless the op's family names another.  It
 is used by
@@ -12,7 +12,7 @@ is used by
 
 Checks of decodes on a GPU (``tests/gpu``) and bench rows of decodes have inputs of their own.
 
-Who runs a call knows its arguments by name only; their order is the record's
+Tools pass a call's arguments by name only; their order is the variant record's
 (``dsl_kernels.arguments.ordered``).  A workload is data and functions: ``call.py`` has the types.
 
 An op's arguments are laid out once, by ``arguments(spec, problem, draw)``, and ``problem.py`` makes

@@ -100,28 +100,28 @@ def planned(_spec: VariantSpec, call: Call) -> int:
 
 
 class Workload(NamedTuple):
-    """What is known about calls of an op.
+    """Builders and judges of an op's calls.
 
     Attributes:
         small: (spec) -> few small calls that take every path, poison wherever nothing may be read.
-            A call has been run when the next is asked for; numbers are torch's, of its global seed.
-        judge: (spec, calls that have been run) -> whether they are right, and figures.  It must
-            take all calls.
-        recorded: (case, run) -> what a case of the H200's record gave; inputs by ``exact`` alone.
+            Yields lazily: each call has run before the next is built.  Numbers are from torch's
+            global generator.
+        judge: (spec, calls that have run) -> verdict and figures.  It must iterate over all calls.
+        recorded: (case, run) -> results of a case of the H200's record; inputs by ``exact`` alone.
         sized: (spec, sizes, device, seed) -> arguments of a call as large as in service, and what
-            ``public`` wants beside them; device ``meta`` makes shapes only.
-        truth: (spec, arguments) -> what the results among them hold after the call, in which other
-            arguments do not change; asked before it.  None where judges alone know.
+            ``public`` needs beside them; device ``meta`` makes shapes only.
+        truth: (spec, arguments before the call) -> expected results by name; the call changes no
+            other argument.  None if only ``judge`` knows them.
         public: (spec, arguments of ``sized``) -> the library's call on them; None: there is none
             of its own.
         moved: (spec, sizes) -> bytes read plus bytes written.
         bench: name of a bench row -> its modes -> the axes that they stand for.
         job: (spec, lengths, planner) -> a call of a decode behind the planning kernel.
         tiles: (spec, call of ``small``) -> its tiles of work: without any, a check proves nothing.
-        steady: (spec, tiles) -> extents of a call of one CTA that takes so many tiles, where an op
-            that is no decode has a steady state, of which costs are told a tile.
-        behind: (spec) -> calls that the mutation study makes behind those of ``small``, of an op
-            that is no helper: each writes or reads what the grid before has written.
+        steady: (spec, tiles) -> extents of a call in which one CTA takes that many tiles.  For ops
+            other than decode that have a steady state, so that their costs are given a tile.
+        behind: (spec) -> calls that the mutation study adds to those of ``small``, for ops that are
+            no helpers: each writes or reads what the grid in front of it has written.
     """
 
     small: Small

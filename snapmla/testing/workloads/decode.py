@@ -78,7 +78,7 @@ class DecodeJob:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Of one call, into fresh NaN-filled buffers."""
+        """Arguments of one call by name; results and workspace are new and full of NaN."""
         b, q, cache = len(self.lengths), self.q, self.cache
         unit_rows = self.queries.unit_rows
         out = torch.full((b, self.s_q, self.heads, KV_LORA_RANK), math.nan)
@@ -114,7 +114,7 @@ class DecodeJob:
         return tables
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DecodeErrors:
-        """What ``run`` returned against the reference."""
+        """Errors of ``run``'s (out, lse) against the reference."""
         out, lse = result
         exact = os.environ.get("SOFTGPU_ACCUMULATE") == "exact"
         return decode_errors(

@@ -111,7 +111,7 @@ class Runner(NamedTuple):
 
 @dataclass
 class Recorded:
-    """What a case gave: ``inputs`` identifies what went in, ``rows`` is what is compared."""
+    """Record of a case: ``inputs``, a digest of what went in, and ``rows``, what is compared."""
 
     inputs: NDArray[np.uint8]
     rows: Rows
@@ -183,7 +183,7 @@ def e4m3(bits: Bits, shape: tuple[int, ...], exponent: Array | int) -> NDArray[n
 
 
 def scales(bits: Bits, shape: tuple[int, ...], exponent: Array | int) -> NDArray[np.float32]:
-    """Of [2^exponent, 2^(exponent + 1))."""
+    """float32 scales in [2^exponent, 2^(exponent + 1))."""
     mantissa = np.float32(1) + bits.unit(shape).astype(np.float32)
     return np.ldexp(mantissa, np.asarray(exponent, np.int32)).astype(np.float32)
 

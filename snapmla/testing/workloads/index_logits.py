@@ -78,12 +78,12 @@ def sample_call(
 
 
 class Held(NamedTuple):
-    """What errors of each element of ``out`` are held to.
+    """Figures that bound the errors of each element of ``out``.
 
     Attributes:
         sizes: sum_h |w| |relu| scale; 0 where nothing is written.
-        exact: scores in fp64, where the tensor core keeps fp32 and may not be far from that
-            either; None where it cuts more off.
+        exact: fp64 scores on Blackwell, whose tensor core keeps fp32: errors against them are
+            bounded, too.  None on Hopper, whose tensor core cuts more off.
     """
 
     sizes: Tensor

@@ -34,7 +34,7 @@ def _parts(spec: VariantSpec, outs: Tensor, lses: Tensor) -> dict[str, Any]:
 
 
 def _stacked(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """What ``_parts`` was given."""
+    """(outs, LSE), stacked, of a call: the inputs that ``_parts`` took apart."""
     if "o" in given:
         return given["o"], given["lses"]
     n = given.get("parts", 2)

@@ -29,7 +29,7 @@ Of = Callable[[GradJob, Tensor], dict[str, Any]]
 
 
 def forward_spec(spec: VariantSpec) -> VariantSpec:
-    """Of the forward whose backward ``spec`` is of."""
+    """Variant of the forward whose backward ``spec`` belongs to."""
     return VariantSpec(op="mha_fwd", d_qk=spec.d_qk, dtype=spec.dtype, arch="sm_90a")
 
 
@@ -43,7 +43,7 @@ def jobs(spec: VariantSpec) -> Iterator[GradJob]:
 
 
 def calls(of: Of, spec: VariantSpec) -> Iterator[Call]:
-    """Of each job the arguments that ``of`` makes of it and its ``stats``."""
+    """Yields a call for each of ``jobs``; ``of(job, stats)`` makes its arguments."""
     for job in jobs(spec):
         yield Call(of(job, job.want_stats().float()), {}, job=job)
 
@@ -155,7 +155,7 @@ def workload(  # type: ignore[no-untyped-def]
     of: Of, grads: Callable[[Call], dict[str, Tensor]], results: tuple[str, ...],
     behind: Callable[[Of, VariantSpec], Iterator[Call]],
 ):  # fmt: skip
-    """Of mha_dq or mha_dkv: ``of`` makes arguments, ``grads`` names gradients of a call."""
+    """Workload of mha_dq or mha_dkv: ``of`` makes arguments, ``grads`` names a call's gradients."""
     return Workload(
         lambda spec: calls(of, spec), lambda _spec, given: judged(grads, given),
         lambda case, run: recorded(of, results, case, run),

@@ -9,7 +9,7 @@ from snapmla.testing.workloads.mha_backward import keys_behind, workload
 
 
 def grads(call: Call) -> dict[str, Tensor]:
-    """By name; RoPE channels' partial sums are added here, in fp64."""
+    """Gradients of a call by name; adds the partial sums of RoPE channels, in fp64."""
     given: dict[str, Any] = call.arguments
     found = {name: given[name] for name in ("dk_nope", "dv")}
     if "parts" in given:

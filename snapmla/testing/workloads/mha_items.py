@@ -48,7 +48,7 @@ def _given(lq: Sequence[int], lk: Sequence[int], causal: bool, spec: VariantSpec
 
 
 def room_of(lq: Sequence[int], lk: Sequence[int]) -> SplitRoom:
-    """Of a call whose tensors have no rows of no sequence."""
+    """Room for the lists of a call whose tensors hold no rows beyond its sequences."""
     return SplitRoom.of(sum(lq), len(lq), sum(lk))
 
 
@@ -79,14 +79,14 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 def wrong(
     work: Sequence[int], lq: Sequence[int], lk: Sequence[int], causal: bool, max_seqlen_k: int = 0
 ) -> str:
-    """What is wrong with a list, empty if nothing is.
+    """A sentence that says what is wrong with a work list; empty if nothing is.
 
-    A sequence's row tiles lie side by side, the last one first; the sequence whose last one sees
-    the most keys comes first.
+    A sequence's row tiles must be adjacent, the last one first.  The sequence whose last row tile
+    sees the most keys must come first.
 
     Args:
         work: words of the workspace.
-        max_seqlen_k: as the kernel was told; 0: the longest.
+        max_seqlen_k: as given to the kernel; 0: the longest.
     """
     want = row_tiles(lq, lk, causal)
     if list(work[:HEADER]) != [0, len(want), 0, 0] or TILES != 1:

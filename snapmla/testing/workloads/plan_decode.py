@@ -73,7 +73,7 @@ def shapes() -> Iterator[Shape]:
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
-    """Of each of ``shapes``."""
+    """Yields a call for each of ``shapes``, with its truth."""
     capacity = 2048
     for shape in shapes():
         queries, cuts = shape.queries, asdict(shape.cuts)
@@ -134,7 +134,10 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """What ``DecodePlan.update_`` passes, and that plan; no ``sizes.tokens``: random lengths."""
+    """Arguments that ``DecodePlan.update_`` passes, and that plan.
+
+    Lengths are ``sizes.tokens`` each, or random if it is 0.
+    """
     source, most = Random(device, seed), sizes.tokens or MOST
     lengths = source.i32([most] * sizes.batch)
     if not sizes.tokens:

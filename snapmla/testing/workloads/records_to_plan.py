@@ -30,7 +30,7 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _shapes(batch: int, parts: int, heads: int) -> dict[str, tuple[int, ...]]:
-    """Of what is written, the work list with room for any."""
+    """Shapes of the tables that the kernel writes; the work list has room for any plan."""
     return {
         "work_items": ((batch + parts - 1) * heads, ITEM_WORDS), "part_begin": (parts * heads + 1,),
         "split_begin": (batch * heads + 1,), "planned_seqlens": (batch * heads,),

@@ -1,4 +1,4 @@
-"""What append_kv and quantize_q share: RMS norm and RoPE in front of them."""
+"""RMS norm and RoPE in front of append_kv and quantize_q: arguments, truth, bytes moved."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def moved(spec: VariantSpec, tokens: int) -> float:
 def options(
     spec: VariantSpec, given: Mapping[str, Any]
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """What the library's rope functions take of it: (positions, table), by keyword."""
+    """Arguments of the library's rope functions, from a call's: (positions, table), keywords."""
     told: dict[str, Any] = {"is_neox": spec.rope_style == "neox"}
     if _norm(spec):
         told |= {"norm_weight": given["norm_weight"], "norm_eps": given["norm_eps"]}

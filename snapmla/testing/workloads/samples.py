@@ -360,7 +360,7 @@ class Random(Draw):
     def decode(
         self, spec: VariantSpec, sizes: Sizes, cache_dtype: str, out_dtype: str
     ) -> dict[str, Any]:
-        """What decodes take whatever their cache: work, workspace, results, scalars."""
+        """Arguments that decodes over any cache share: work list, workspace, results, scalars."""
         work, slots = self.split_work(sizes, spec.token_tile)
         rows = -(-sizes.heads * sizes.s_q // spec.row_tile) * spec.row_tile
         return {

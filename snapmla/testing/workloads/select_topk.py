@@ -31,7 +31,7 @@ def capacity(spec: VariantSpec) -> int:
 
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By a stable sort."""
+    """``out`` and ``counts`` as they should be, by a stable sort."""
     table, starts = given["block_table"], given["row_starts"]
     out, counts = topk_reference.select_topk_reference(
         given["logits"], given["lengths"], given["out"].shape[1],
