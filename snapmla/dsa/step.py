@@ -183,7 +183,7 @@ READ = 6  # leading tensors of a step
 def _check_scoring(call: Step, known: op.Extents) -> None:
     """Checks options and what is scored."""
     checks.flag("slots", call.slots)
-    check_scoring(call.scoring(None, call.max_tokens))
+    check_scoring(call.scoring(None, call.max_tokens), known)
     rows, columns = call.rows, call.columns
     if columns > shapes.MAX_COLUMNS:
         hint = "longer sequences than that are not scored: max_tokens cuts them"
@@ -191,7 +191,6 @@ def _check_scoring(call: Step, known: op.Extents) -> None:
         checks.value_error("max_tokens", wanted, columns, hint)
     if rows > shapes.MAX_ROWS:
         checks.value_error("q", f"at most {shapes.MAX_ROWS} query tokens", rows)
-    known.update(rows=rows, device=call.q.device)
 
 
 def _check_room(call: Step, known: op.Extents) -> None:
@@ -301,5 +300,5 @@ STEP = op.Declared(
     _launch,
     memory=_check_begin,
     scratch=("workspace",),
-    as_bytes=("q",),
+    wire={"q": op.BYTES},
 )
