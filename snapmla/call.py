@@ -44,7 +44,7 @@ Groups = Sequence[Sequence[overlap.Span]]
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
 class Kind:
-    """What calls have in common with one that was checked and launched.
+    """Facts that calls have in common with one that was checked and launched.
 
     Attributes:
         alike: of the tensors, each once.

@@ -126,7 +126,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, columns: int) -> Room:
-        """Of so many rows and columns of scores."""
+        """Computes the offsets for so many rows and columns of scores."""
         stride = _up(4 * columns) // 4
         pages = -(-columns // PAGE)
         lengths = 4 * rows * stride
@@ -167,7 +167,7 @@ class Step(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the scores: no more than the block table has."""
+        """Columns of the scores: no more than the block table has."""
         held = PAGE * self.block_table.shape[1]
         return held if self.max_tokens is None else min(self.max_tokens, held)
 
@@ -237,7 +237,7 @@ def row_lengths(
 
 
 class Ready(NamedTuple):
-    """What a launch prepares."""
+    """Sizes, offsets and the top-k kernel of a launch, kept for calls of its kind."""
 
     rows: int
     columns: int

@@ -139,8 +139,9 @@ def sparse_prefill(
     if plan is not None:
         hint = "a launch over BF16 rows finds its work itself"
         checks.value_error("plan", "None where kv is a tensor", type(plan).__name__, hint)
+    given: Any = q, kv  # checked there
     call = Call(
-        q, kv, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
+        *given, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
         indexer_topk, lse_indexer,
     )  # fmt: skip
     return calls.run(PREFILL.op, PREFILL.op, call)
@@ -164,7 +165,7 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What a launch needs that follows from shapes and options."""
+    """Arguments of a launch that follow from shapes and options."""
 
     kernel: runtime.Kernel
     ctas: int
