@@ -87,7 +87,7 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def asks(self) -> tuple[Callable[[], int], ...]:
-        """What says where its three tensors begin, now."""
+        """Functions that say where its three tensors begin now."""
         return tuple(ask for ask, _ in self.begins)
 
     @functools.cached_property
@@ -240,7 +240,7 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def append_options(self) -> tuple[int, ...]:
-        """What kernels that append take last."""
+        """Last arguments of kernels that append."""
         return (int(self.scale_fmt is not None),) if FORMATS[self.format].named else ()
 
     @functools.cached_property
@@ -358,7 +358,7 @@ class _Derived(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What ``allocate`` is asked for, checked but for the layout."""
+    """Arguments of ``allocate``, checked but for the layout."""
 
     format: str
     num_pages: int
@@ -419,7 +419,7 @@ def _new_planes(wanted: _Wanted) -> layouts.Views:
 
 
 def _one_derived(kv: torch.Tensor, planes: int = 1) -> _Derived:
-    """Of whole rows, or pages of ``planes``, one memory of one dtype."""
+    """Derives the attributes of whole rows, or pages of ``planes``: one memory of one dtype."""
     layout = "paged" if planes > 1 else "rows" if kv.is_contiguous() else "strided"
     return _Derived(kv, kv.shape[2], layout, (kv, None, None), True)
 

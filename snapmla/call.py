@@ -44,7 +44,7 @@ Groups = Sequence[Sequence[overlap.Span]]
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
 class Kind:
-    """What calls have in common with one that was checked and launched.
+    """Facts that calls have in common with one that was checked and launched.
 
     Attributes:
         alike: of the tensors, each once.
@@ -113,7 +113,7 @@ class Memo:
             parts = op.parts(call)
             if parts is None:
                 return
-            tensors, options, _ = parts
+            tensors, options, where = parts
             places = launch.Places.of(tensors)
             once = tensors if places is None else [tensors[i] for i in places.once]
             for kind in self.kinds:  # of calls whose tensors lie between another's pages
@@ -121,7 +121,10 @@ class Memo:
                     return
             extents = ((t.shape, t.stride(), t.dtype) for t in tensors)
             form = overlap.place((op.name, getattr(ready, "place", 0), *extents))
-            self._put_first(Kind(options, launch.alike(*once), places, form, ready))
+            kind = Kind(options, launch.alike(*once), places, form, ready)
+            self._put_first(kind)
+            if where is not None:  # now, lest the next call ask
+                _lie_apart(op, call, kind, tensors, where)
         except _OTHER_KIND:
             pass
 

@@ -26,6 +26,7 @@ from dsl_kernels.families.formats import FORMATS
 from snapmla._version import __version__
 
 FORMAT = 1
+_TOUCHED = ("slot_mapping", "indices", "block_table")  # of which one says what a call touches
 WORKSPACE = ("o_accum", "lse_accum")  # of a decode: what they hold before it does not matter
 
 
@@ -73,7 +74,7 @@ def reduced(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
         values: the arguments by name, tensors on the call's device.
     """
     pool = [name for name in pools() if name in values]
-    if not pool or not values[pool[0]].shape[0]:
+    if not pool or not any(name in values for name in _TOUCHED) or not values[pool[0]].shape[0]:
         return dict(values), ()
     kept = dict(values)
     pages, page_size = values[pool[0]].shape[:2]

@@ -102,7 +102,7 @@ Fetch = tuple[PagedKVCache, Tokens, "torch.Tensor | Fetched | None", "torch.dtyp
 
 
 class Ready(NamedTuple):
-    """What a launch needs: the kernel, and extents of the result before its channels."""
+    """Arguments of a launch: the kernel, and extents of the result before its channels."""
 
     kernel: runtime.Kernel
     rows: tuple[Any, ...]
@@ -164,7 +164,7 @@ def _checked(call: Fetch) -> Fetch:
 
 
 def _dtype_of(cache: PagedKVCache, dtype: torch.dtype | None) -> torch.dtype:
-    """Of a result that is allocated."""
+    """Dtype of a result that is allocated."""
     if dtype is None:
         return cache.dtype if FORMATS[cache.format].rows else torch.bfloat16
     return dtype

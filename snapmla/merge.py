@@ -219,7 +219,7 @@ def named(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], stacked: b
 
 
 def _factor(lse_base: str) -> float:
-    """What the logarithm to base 2 is multiplied by."""
+    """Factor of the logarithm to base 2."""
     checks.choice("lse_base", lse_base, LSE_FACTOR)
     return LSE_FACTOR[lse_base]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
 
@@ -84,11 +84,36 @@ class IntArg:
 
 Check = TensorArg | IntArg | Callable[[Any, Extents], None]
 
+
+class Wire(NamedTuple):
+    """The form in which operators take an argument that torch's language lacks.
+
+    Attributes:
+        type: in schemas.
+        send: (the call's value) -> the operator's.
+        take: (the argument's name, the operator's value) -> the call's.
+    """
+
+    type: str
+    send: Callable[[Any], Any]
+    take: Callable[[str, Any], Any]
+
+
+def codes(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Bytes as float8, which operators do not take."""
+    checks.tensor(name, value, (torch.uint8,), tuple(value.shape))
+    return value.view(checks.FP8)
+
+
+BYTES = Wire("Tensor", lambda value: value.view(torch.uint8), codes)
+OR_ZERO = Wire("int", lambda value: value or 0, lambda _, value: value or None)  # None is 0
+
 _PARTS = """
 def parts(call):
     {fields}, = call
-    given = {tensors},
-    tensors = tuple([t for t in given if t is not None])
+    tensors = {tensors}
+    if {nothing}:
+        return tensors, ({options}), None
     where = tuple([t.data_ptr() for t in tensors])
     return tensors, ({options}), where
 """
@@ -99,15 +124,23 @@ def _parts_of(
     tensors: tuple[str, ...],
     options: tuple[str, ...],
     optional: set[str],
+    given: tuple[str, ...],
     by_phase: bool,
 ) -> Callable[[Any], calls.Parts]:
     """``parts`` of ``call.Op``, written out for these fields as a dataclass's methods are: it runs
-    on every call, where a loop over names takes twice the time."""
+    on every call, where a loop over names takes twice the time.
+
+    Args:
+        given: tensors of whose addresses a call without any of them need not be asked.
+    """
+    some = f"[t for t in ({', '.join(tensors)},) if t is not None]"
     key = [f"{n}.__class__, {n}, " for n in options]
     key += [f"{n} is None, " for n in tensors if n in optional]
     key += [f"where[0] % {checks.ALIGN}, "] * by_phase
     text = _PARTS.format(
-        fields=", ".join(fields), tensors=", ".join(tensors), options="".join(key)
+        fields=", ".join(fields), options="".join(key),
+        tensors=f"tuple({some})" if optional else f"({', '.join(tensors)},)",
+        nothing=" is ".join([*given, "None"]) if given else "False",
     )  # fmt: skip
     made: dict[str, Any] = {}
     exec(compile(text, __file__, "exec"), made)
@@ -132,8 +165,12 @@ class Declared:
         launch: Callable[[Any, Any], tuple[Any, Any]],
         *,
         memory: Callable[[Any], None] | None = None,
+        moved: Callable[[Any], None] | None = None,
+        make: Callable[[Any], tuple[torch.Tensor, ...]] | None = None,
         scratch: tuple[str, ...] = (),
-        as_bytes: tuple[str, ...] = (),
+        unrecorded: tuple[str, ...] = (),
+        wire: dict[str, Wire] | None = None,
+        out_only: bool = False,
         by_phase: bool = False,
     ) -> None:
         """Declares an op.
@@ -147,9 +184,14 @@ class Declared:
             told: checks that need no memory, in the order in which they speak: ``TensorArg``,
                 ``IntArg``, or a function of the call and of what is known by now.
             launch: as of ``call.Op``.
-            memory: further checks, of a call at addresses that are new.
+            memory: further checks, of tensors with memory.
+            moved: those of them that a call at new addresses may fail; None: all.
+            make: (checked call) -> results of a call that is recorded and gives none; None: of
+                the shapes and dtypes of ``told``.
             scratch: those of ``written`` that are no results.
-            as_bytes: float8 tensors, which operators take as uint8.
+            unrecorded: fields that operators lack, whose calls have the default.
+            wire: arguments that operators take in another form.
+            out_only: True if the only operator is ``_out``, with results in the place of the field.
             by_phase: True if the kernel follows from where the first tensor begins, too, within
                 16 bytes.
         """
@@ -157,24 +199,32 @@ class Declared:
         fields = call._fields
         tensors = [n for n in fields if hints[n] in (torch.Tensor, torch.Tensor | None)]
         self.name, self.call, self.told, self.memory = name, call, told, memory
-        self.written, self.as_bytes = written, as_bytes
-        self.results = tuple([n for n in written if n not in scratch])
+        self.moved = memory if moved is None else moved
+        self.written, self.make, self.out_only = written, make, out_only
+        self.recorded = tuple([n for n in written if n not in unrecorded])
+        self.results = tuple([n for n in self.recorded if n not in scratch])
         self.read = tuple([n for n in tensors if n not in written])
         self.options = tuple([n for n in fields if n not in tensors])
         self.optional = {n for n in tensors if hints[n] != torch.Tensor}
         self.allocates = hints[written[0]] != torch.Tensor
-        self.flat = tuple([n for n in fields if not (self.allocates and n in written)])
-        self.converted = {n: hints[n] for n in self.options if hints[n] in _CONVERTED}
-        self.types = {n: _SCHEMA[hints[n]] for n in fields}
-        parts = _parts_of(fields, (*self.read, *written), self.options, self.optional, by_phase)
+        apart = (*unrecorded, *(written if self.allocates and not out_only else ()))
+        self.flat = tuple([n for n in fields if n not in apart])
+        self.wire = {} if wire is None else wire
+        self.send = {n: hints[n] for n in self.options if hints[n] in _CONVERTED}
+        self.send |= {n: form.send for n, form in self.wire.items()}
+        self.types = {n: self.wire[n].type if n in self.wire else _SCHEMA[hints[n]] for n in fields}
+        given = written if self.allocates and not by_phase else ()
+        parts = _parts_of(
+            fields, (*self.read, *written), self.options, self.optional, given, by_phase
+        )  # fmt: skip
         self.launch = launch
-        self.op = calls.Op(name, self.checked, launch, self._traced, parts, self._places)
+        self.op = calls.Op(name, self.checked, launch, self.traced, parts, self._places)
         self.operators = tuple(self._operators())
         runtime.on_forget(self.op.memo.forget)  # kernels
 
     def _places(self, call: Any, _: object) -> calls.Groups:
-        if self.memory is not None:
-            self.memory(call)
+        if self.moved is not None:
+            self.moved(call)
         written = (getattr(call, name) for name in self.written)
         read = (getattr(call, name) for name in self.read)
         return (
@@ -203,6 +253,9 @@ class Declared:
             self.memory(call)
         before = {name: getattr(call, name) for name in self.read}
         for name, value in given.items():
+            if not self.allocates:  # a pool: it is not at fault
+                for other, tensor in before.items():
+                    checks.apart(other, tensor, {name: value})
             checks.apart(name, value, before)
             before[name] = value
         return call
@@ -214,9 +267,12 @@ class Declared:
     def _made(self, call: Any) -> dict[str, torch.Tensor]:
         """The tensors that are written, new ones where the call gives none; checks the call."""
         known, like = self.known(call), getattr(call, self.read[0])
-        made = {name: getattr(call, name) for name in self.written}
+        made = {name: getattr(call, name) for name in self.recorded}
+        if self.make is not None:
+            new = zip(made.items(), self.make(call), strict=True)
+            return {name: other if given is None else given for (name, given), other in new}
         for check in self.told:
-            if isinstance(check, TensorArg) and check.name in made and made[check.name] is None:
+            if isinstance(check, TensorArg) and made.get(check.name, like) is None:
                 shape, dtype = check.extents(known), check.dtypes[0]
                 made[check.name] = like.new_empty(shape, dtype=dtype)
         return made
@@ -226,41 +282,39 @@ class Declared:
         results = tuple([made[name] for name in self.results])
         return results if len(results) > 1 else results[0]
 
-    def _traced(self, call: Any) -> Any:
+    def traced(self, call: Any) -> Any:
         """The call as an operator, for tracers."""
-        given: list[Any] = []
-        for name in self.flat:
-            value = getattr(call, name)
-            if name in self.as_bytes:
-                value = value.view(torch.uint8)
-            elif name in self.converted:
-                value = self.converted[name](value)
-            given.append(value)
-        ops = torch.ops.snapmla
+        made: dict[str, torch.Tensor] | None = None
         if not self.allocates:
             self.known(call)
+        elif self.out_only or any([getattr(call, name) is not None for name in self.written]):
+            made = self._made(call)
+        if made is not None and self.out_only:
+            call = call._replace(**made)
+        given = [
+            self.send[name](getattr(call, name)) if name in self.send else getattr(call, name)
+            for name in self.flat
+        ]
+        ops = torch.ops.snapmla
+        if made is None:
             return getattr(ops, self.name)(*given)
-        if all([getattr(call, name) is None for name in self.written]):
-            return getattr(ops, self.name)(*given)
-        made = self._made(call)
-        getattr(ops, self.name + "_out")(*given, *made.values())
+        getattr(ops, self.name + "_out")(*given, *([] if self.out_only else made.values()))
         return self._result(made)
 
     def _call_of(self, arguments: tuple[Any, ...], names: tuple[str, ...]) -> Any:
         """The call of an operator's arguments."""
         given = dict(zip(names, arguments))
-        for name in self.as_bytes:
-            checks.tensor(name, given[name], (torch.uint8,), tuple(given[name].shape))
-            given[name] = given[name].view(checks.FP8)
+        for name, form in self.wire.items():
+            given[name] = form.take(name, given[name])
         return self.call(**given)
 
     def _operators(self) -> Iterator[tuple[Any, ...]]:
         """Schemas, and functions on tensors with memory and on shapes alone."""
-        marks = {n: f"Tensor({chr(ord('a') + i)}!) {n}" for i, n in enumerate(self.written)}
+        marks = {n: f"Tensor({chr(ord('a') + i)}!) {n}" for i, n in enumerate(self.recorded)}
         defaults = {n: self.call._field_defaults.get(n) for n in self.options}
 
         def argument(name: str) -> str:
-            if not self.allocates and name in marks:
+            if name in marks:
                 return marks[name]
             default = "" if defaults.get(name) is None else f"={defaults[name]}"
             return f"{self.types[name]} {name}{default}"
@@ -273,8 +327,9 @@ class Declared:
 
             return real
 
-        if not self.allocates:
-            yield f"{self.name}({given}) -> ()", write(self.flat)
+        if self.out_only or not self.allocates:
+            name = self.name + "_out" * self.out_only
+            yield f"{name}({given}) -> ()", write(self.flat)
             return
 
         def allocate(*arguments: Any) -> Any:
@@ -287,4 +342,4 @@ class Declared:
         returned = f"({returned})" if len(self.results) > 1 else returned
         yield f"{self.name}({given}) -> {returned}", allocate, fake
         out = ", ".join(marks.values())
-        yield f"{self.name}_out({given}, {out}) -> ()", write((*self.flat, *self.written))
+        yield f"{self.name}_out({given}, {out}) -> ()", write((*self.flat, *self.recorded))

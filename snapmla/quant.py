@@ -86,8 +86,9 @@ class QuantizedQuery(launch.OverTensors):
 
     @functools.cached_property
     def written(self) -> tuple[Any, Any, Any]:
-        """What a kernel writes that quantises: nope_u8, rope, scale; ragged ones (1, total_q, ...).
-        Made for tensors that are written more than once."""
+        """Tensors that a quantising kernel writes: nope_u8, rope, scale; ragged (1, total_q, ...).
+
+        Converted once, for tensors that are written more than once."""
         return launch.prepared(*as_batch(self.nope_u8, self.rope, self.scale))
 
     def _parts(self) -> Triple:
@@ -395,7 +396,7 @@ Quantize = tuple[torch.Tensor, torch.Tensor, str, QuantizedQuery | None]
 
 
 class _Ready(NamedTuple):
-    """What calls like one that passed every check need."""
+    """Kernel and extents for calls like one that passed every check."""
 
     kernel: runtime.Kernel
     extents: _Extents
@@ -460,7 +461,7 @@ def _run_quantize(call: Quantize, ready: _Ready | None) -> tuple[QuantizedQuery,
 
 
 def _advice(name: str) -> str:
-    """What is told of a query's part that does not fit: other formats' queries never do."""
+    """Advice on a part of a query that does not fit; other formats' queries never do."""
     return f"{checks.ADVICE[name]}; only caches of format 'fp8' want queries quantised"
 
 
@@ -517,7 +518,7 @@ def _check_query_apart(
 
 
 class _Extents(NamedTuple):
-    """What is allocated for a query, as (shape, strides, dtype), and by what."""
+    """Tensors to allocate for a query, as (shape, strides, dtype), and their allocator."""
 
     empty: launch.Allocator
     nope_u8: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -10,7 +10,7 @@ import torch
 from dsl_kernels.index_cache import INDEX_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
-from snapmla import checks, overlap, runtime
+from snapmla import checks, op, runtime
 from snapmla.dsa.index_logits import check_cache, pages
 from snapmla.quant import FLOAT_NAMES, INDEX_NAMES
 from snapmla.rope import check_angles, check_eps
@@ -76,7 +76,7 @@ def append_index_k(
         cache, k, slot_mapping, positions, cos_sin_cache, norm_weight, norm_bias, scale, hadamard,
         is_neox, norm_eps, rope_last,
     )  # fmt: skip
-    calls.run(_APPEND, _APPEND, call)
+    calls.run(APPEND.op, APPEND.op, call)
 
 
 class Append(NamedTuple):
@@ -95,28 +95,10 @@ class Append(NamedTuple):
     norm_eps: float
     rope_last: bool = False
 
-    @property
-    def read(self) -> dict[str, torch.Tensor]:
-        """Tensors that are given and read, by name."""
-        return {name: t for name in _READ if (t := getattr(self, name)) is not None}
 
-
-_READ = Append._fields[1:7]
-
-
-def _parts(call: Append) -> calls.Parts:
-    tensors = (call.cache, *call.read.values())
-    told = call[7:]
-    options = (tuple(call.read), told, tuple(map(type, told)))
-    return tensors, options, tuple([t.data_ptr() for t in tensors])
-
-
-def _places(call: Append, _: object) -> calls.Groups:
-    return (overlap.span(call.cache),), tuple(map(overlap.span, call.read.values()))
-
-
-def check_tokens(call: Append) -> None:
-    """Checks keys, slots, angles, the norm and options."""
+def _check_tokens(call: Append, _: op.Extents) -> None:
+    """Checks the cache, keys, slots, angles, the norm and options."""
+    check_cache(call.cache)
     device, k = call.cache.device, call.k
     hint = f"an index key has {INDEX_DIM} channels; latents go to snapmla.append_kv"
     checks.tensor("k", k, checks.FLOATS, ("n", INDEX_DIM), device, hint)
@@ -149,16 +131,6 @@ def check_tokens(call: Append) -> None:
 _APART = "the norm is done here only before RoPE: apply it, or give both"
 
 
-def _checked(call: Append) -> Append:
-    """Checks all of a call."""
-    check_cache(call.cache)
-    check_tokens(call)
-    checks.distinct("cache", pages(call.cache))
-    for name, value in call.read.items():
-        checks.apart(name, value, {"cache": call.cache})
-    return call
-
-
 @functools.lru_cache(maxsize=64)
 def _kernel(device: torch.device, axes: tuple[tuple[str, str | int], ...]) -> runtime.Kernel:
     spec = VariantSpec(op="append_index_k", arch=runtime.arch_of(device), **dict(axes))
@@ -189,22 +161,9 @@ def _launch(call: Append, _: object) -> tuple[None, bool]:
     if call.k.shape[0]:
         eps = () if call.norm_weight is None else (float(call.norm_eps),)
         kernel = _kernel(call.k.device, _axes(call))
-        kernel(pages(call.cache), *call.read.values(), *eps, SCALES.index(call.scale))
+        read = [t for t in call[1:7] if t is not None]
+        kernel(pages(call.cache), *read, *eps, SCALES.index(call.scale))
     return None, True
 
 
-def _traced(call: Append) -> None:
-    """The call as an operator, for tracers."""
-    check_cache(call.cache)
-    check_tokens(call)
-    flags = bool(call.hadamard), bool(call.is_neox)
-    told = call.scale, *flags, float(call.norm_eps), bool(call.rope_last)
-    torch.ops.snapmla.append_index_k(*call[:7], *told)
-
-
-def now(call: Append) -> None:
-    """Checks and launches, whoever traces: what the operator does."""
-    _launch(_checked(call), None)
-
-
-_APPEND = calls.Op("append_index_k", _checked, _launch, _traced, _parts, _places)
+APPEND = op.Declared("append_index_k", Append, ("cache",), (_check_tokens,), _launch)

@@ -37,7 +37,7 @@ ROW = 256  # elements: rows of logits begin at multiples of 1024 bytes
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
-    """What DeepGEMM's scheduler is given; ours needs none, so it is zeros, which nobody reads.
+    """Makes the table that DeepGEMM's scheduler is given: zeros, which nobody reads here.
 
     Args:
         context_lens: int32 (b, next_n), or (b,) as in older versions.

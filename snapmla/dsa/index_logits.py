@@ -10,7 +10,7 @@ import torch
 from dsl_kernels.index_cache import HEADS, INDEX_DIM, PAGE, PAGE_BYTES, UNIT_ROWS
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
-from snapmla import checks, overlap, runtime
+from snapmla import checks, op, runtime
 from snapmla.checks.tensors import ALIGN
 from snapmla.decode_plan import nothing
 from snapmla.plan import sm_count
@@ -76,7 +76,7 @@ def index_logits(
     ``fp8_mqa_logits`` compute the same.
     """
     call = Call(q, w, cache, block_table, cache_seqlens, cu_seqlens_q, out, max_tokens, unit_rows)
-    return calls.run(_LOGITS, _LOGITS, call)
+    return calls.run(LOGITS.op, LOGITS.op, call)
 
 
 class Call(NamedTuple):
@@ -88,39 +88,19 @@ class Call(NamedTuple):
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
-    out: torch.Tensor | None
-    max_tokens: int | None
-    unit_rows: int | None
+    out: torch.Tensor | None = None
+    max_tokens: int | None = None
+    unit_rows: int | None = None
 
 
-_READ = ("q", "w", "cache", "block_table", "cache_seqlens", "cu_seqlens_q")
-
-
-def _read(call: Call) -> list[torch.Tensor]:
-    return [t for t in call[: len(_READ)] if isinstance(t, torch.Tensor)]
-
-
-def _parts(call: Call) -> calls.Parts:
-    tensors = _read(call) + ([] if call.out is None else [call.out])
-    there = call.cu_seqlens_q is None, call.out is None
-    options = (there, call.max_tokens, type(call.max_tokens), call.unit_rows, type(call.unit_rows))
-    return tuple(tensors), options, tuple([t.data_ptr() for t in tensors])
-
-
-def _places(call: Call, _: object) -> calls.Groups:
-    """What is written, and what is read."""
-    out = () if call.out is None else (overlap.span(call.out),)
-    return out, tuple(map(overlap.span, _read(call)))
-
-
-def check_scoring(call: Call) -> Call:
-    """Checks all of a call."""
+def check_scoring(call: Call, known: op.Extents) -> None:
+    """Checks what is scored, and options; notes the device and how many query tokens there are."""
     rows = check_queries(call.q, call.w)
     device = call.q.device
+    known.update(rows=rows, device=device)
     check_cache(call.cache, device)
     ragged = call.q.ndim == 3
-    batch = None if ragged else call.q.shape[0]
-    checks.lengths(call.cache_seqlens, "b" if batch is None else batch, device)
+    checks.lengths(call.cache_seqlens, "b" if ragged else call.q.shape[0], device)
     batch = call.cache_seqlens.shape[0]
     checks.block_table(call.block_table, batch, device)
     if ragged:
@@ -128,21 +108,19 @@ def check_scoring(call: Call) -> Call:
     elif call.cu_seqlens_q is not None:
         hint = "ragged queries are packed: (total_q, h, 128)"
         checks.value_error("cu_seqlens_q", "None beside queries (b, s_q, h, 128)", "a tensor", hint)
-    heads = call.q.shape[-2]
     if call.unit_rows is not None:
-        checks.choice("unit_rows", call.unit_rows, unit_choices(heads))
-    if call.out is None:
-        if call.max_tokens is not None:
-            checks.integer("max_tokens", call.max_tokens, 1, 2**31 - PAGE)
-        return call
-    if call.max_tokens is not None:
+        checks.choice("unit_rows", call.unit_rows, unit_choices(call.q.shape[-2]))
+    if call.max_tokens is None:
+        return
+    if call.out is not None:
         checks.value_error("max_tokens", "None beside out, which has columns", call.max_tokens)
-    checks.tensor("out", call.out, _FLOAT32, (rows, "columns"), device)
-    if call.out.shape[1] > 1 and call.out.stride(1) != 1:
+    checks.integer("max_tokens", call.max_tokens, 1, 2**31 - PAGE)
+
+
+def _check_out(call: Call, _: op.Extents) -> None:
+    """Checks that scores of a row lie side by side."""
+    if call.out is not None and call.out.shape[1] > 1 and call.out.stride(1) != 1:
         checks.value_error("out", "innermost stride 1", f"strides {call.out.stride()}")
-    checks.distinct("out", call.out)
-    checks.apart("out", call.out, dict(zip(_READ, call[: len(_READ)])))
-    return call
 
 
 def check_queries(q: torch.Tensor, w: torch.Tensor) -> int:
@@ -246,18 +224,14 @@ def _launch(call: Call, _: object) -> tuple[torch.Tensor, bool]:
     return launch_logits(call), True
 
 
-def _traced(call: Call) -> torch.Tensor:
-    """The call as an operator, for tracers."""
-    check_queries(call.q, call.w)
-    out = empty_out(call) if call.out is None else call.out
-    rest = call[1 : len(_READ)]
-    torch.ops.snapmla.index_logits_out(call.q.view(torch.uint8), *rest, out, call.unit_rows or 0)
-    return out
-
-
-def now(call: Call) -> None:
-    """Checks and launches, whoever traces: what the operator does."""
-    launch_logits(check_scoring(call))
-
-
-_LOGITS = calls.Op("index_logits", check_scoring, _launch, _traced, _parts, _places)
+LOGITS = op.Declared(
+    "index_logits",
+    Call,
+    ("out",),
+    (check_scoring, op.TensorArg("out", _FLOAT32, "rows columns"), _check_out),
+    _launch,
+    make=lambda call: (empty_out(call),),
+    unrecorded=("max_tokens",),
+    wire={"q": op.BYTES, "unit_rows": op.OR_ZERO},
+    out_only=True,
+)

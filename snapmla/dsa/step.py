@@ -126,7 +126,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, columns: int) -> Room:
-        """Of so many rows and columns of scores."""
+        """Computes the offsets for so many rows and columns of scores."""
         stride = _up(4 * columns) // 4
         pages = -(-columns // PAGE)
         lengths = 4 * rows * stride
@@ -167,7 +167,7 @@ class Step(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the scores: no more than the block table has."""
+        """Columns of the scores: no more than the block table has."""
         held = PAGE * self.block_table.shape[1]
         return held if self.max_tokens is None else min(self.max_tokens, held)
 
@@ -183,7 +183,7 @@ READ = 6  # leading tensors of a step
 def _check_scoring(call: Step, known: op.Extents) -> None:
     """Checks options and what is scored."""
     checks.flag("slots", call.slots)
-    check_scoring(call.scoring(None, call.max_tokens))
+    check_scoring(call.scoring(None, call.max_tokens), known)
     rows, columns = call.rows, call.columns
     if columns > shapes.MAX_COLUMNS:
         hint = "longer sequences than that are not scored: max_tokens cuts them"
@@ -191,7 +191,6 @@ def _check_scoring(call: Step, known: op.Extents) -> None:
         checks.value_error("max_tokens", wanted, columns, hint)
     if rows > shapes.MAX_ROWS:
         checks.value_error("q", f"at most {shapes.MAX_ROWS} query tokens", rows)
-    known.update(rows=rows, device=call.q.device)
 
 
 def _check_room(call: Step, known: op.Extents) -> None:
@@ -238,7 +237,7 @@ def row_lengths(
 
 
 class Ready(NamedTuple):
-    """What a launch prepares."""
+    """Sizes, offsets and the top-k kernel of a launch, kept for calls of its kind."""
 
     rows: int
     columns: int
@@ -301,5 +300,5 @@ STEP = op.Declared(
     _launch,
     memory=_check_begin,
     scratch=("workspace",),
-    as_bytes=("q",),
+    wire={"q": op.BYTES},
 )

@@ -174,7 +174,7 @@ def workspace_size(
 
 
 class Ready(NamedTuple):
-    """What a launch needs that follows from shapes and options."""
+    """Arguments of a launch that follow from shapes and options."""
 
     list_work: runtime.Kernel
     attend: runtime.Kernel
@@ -339,7 +339,7 @@ def kernels(
 
 @functools.lru_cache(maxsize=16)
 def merging_kernel(device: torch.device, dtype: torch.dtype, d_v: int) -> runtime.Kernel:
-    """What makes rows of partial rows."""
+    """Loads the kernel that merges partial rows into rows."""
     arch = runtime.arch_of(device)
     spec = VariantSpec(op="mha_merge", arch=arch, dtype=NAMES[dtype], d_v=d_v)
     return runtime.kernel(spec, device.type)

@@ -40,7 +40,7 @@ Call = tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What calls by one plan with the same options launch, all of it checked."""
+    """Checked arguments that calls by one plan with the same options have in common."""
 
     variant: PlanVariant
     dtype: torch.dtype  # of ``out``
@@ -69,7 +69,7 @@ def sparse_decode(
     extra: Second | None = None,
     witness: Witness | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``decode(..., indices=)`` does; arguments, results and errors as there.
+    """Runs ``decode(..., indices=)``; arguments, results and errors as there.
 
     ``extra``: a second list over a second cache, both of one format of ``two_lists.TAKEN``; a
     ``plan`` is then one of ``two_lists.as_one``.
@@ -132,12 +132,13 @@ def _own(q: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _tensors_of(extra: Second | None) -> tuple[torch.Tensor | None, ...]:
-    """Of a second list: cache, entries, lengths."""
+    """Tensors of a second list: cache, entries, lengths."""
     return () if extra is None else (extra.cache.kv, extra.indices, extra.length)
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Of a query and a cache that are the plan's, and with it have the memory that they had."""
+    """Spans of what is written and read; None if query or cache do not fit the plan, or if the
+    memory of one of the three has moved."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, *_, extra, witness = call
     if not tracing.plain(q, cache, plan, *(extra or ())[:1]):
         return None
@@ -225,7 +226,7 @@ def _check_witness(
 
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
-    """That the four are of kinds that go together."""
+    """Checks that the four are of kinds that go together."""
     if isinstance(cache, PagedKVCache) and FORMATS[cache.format].named:
         record = FORMATS[cache.format]
         if not record.sparse:
@@ -297,7 +298,7 @@ def named_query(q: Any) -> dict[str, torch.Tensor]:
 
 
 def _both_lengths(plan: SparsePlan, indices: torch.Tensor, extra: Second) -> torch.Tensor:
-    """What a plan of both lists is for."""
+    """Lengths that a plan of both lists is made for."""
     topk, lengths = two_lists.as_one(indices, extra)
     return torch.full_like(plan.planned_seqlens, topk) if lengths is None else lengths
 
@@ -412,7 +413,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_plan_shape(plan: SparsePlan, rows: tuple[int, ...]) -> None:
-    """That a plan is for this call's rows, without remembering anything of it."""
+    """Checks that a plan is for this call's rows; remembers nothing on the plan."""
     if plan._shape_of_rows() != rows:
         tokens = "b, s_q" if len(rows) == 3 else "total_q"
         wanted = f"one made for ({tokens}, num_heads) = {rows}"

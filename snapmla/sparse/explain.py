@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PrefillExplanation:
-    """What each call would take for one prompt; ``print`` it.
+    """Times that each call would take for one prompt; ``print`` it.
 
     Attributes:
         tokens, topk, num_heads: the prompt; all of its tokens are query tokens, none was cached.
@@ -163,7 +163,7 @@ def _sparse_us(
 
 
 def _decode_us(tokens: int, heads: int, card: Card) -> float:
-    """Of one sequence, of whose tokens half are seen in the mean."""
+    """Microseconds of a decode of one sequence, of whose tokens half are seen in the mean."""
     asked = dispatch.explain(heads, tokens, batch=1, seqlen=(tokens + 1) // 2, card=card.name)
     times = [v.us for v in asked.verdicts if v.us is not None and v.chosen]
     return times[0] if times else float("inf")

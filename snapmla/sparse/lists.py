@@ -1,4 +1,4 @@
-"""What sparse decode checks of lists and lengths, over any cache."""
+"""Checks of sparse decode's lists and lengths, over any cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_lengths(
 
 
 def check_reach(parts: Mapping[str, torch.Tensor]) -> None:
-    """That the gather's 32 bits reach every token of a cache's tensors, (pages, page_size, …).
+    """Checks that the gather's 32 bits reach all tokens of a cache's (pages, page_size, …).
 
     Asked of real tensors: where a tracer asks for the call, the operator does when it runs."""
     for name, part in parts.items():

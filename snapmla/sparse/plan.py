@@ -17,7 +17,7 @@ from snapmla.sparse.rows_plan import MAX_TOPK, ROWS, SparseRowsPlan, plan_rows
 
 
 class SparseVariant(PlanVariant):
-    """What chooses the kernel of a sparse plan."""
+    """Choice of a sparse plan's kernel."""
 
     def kernel(self, out_dtype: torch.dtype) -> runtime.Kernel:
         """The exported function that writes ``out_dtype``, loaded once."""
@@ -83,7 +83,7 @@ class SparsePlan(DecodePlan):
 
     @functools.cached_property
     def variant(self) -> PlanVariant:
-        """What chooses the decode kernel."""
+        """Choice of the decode kernel."""
         return variant_of(self.device, self.pipeline, self.row_tile, self.p_terms, self.cache_dtype)
 
     def must_regroup(self) -> bool:

@@ -145,7 +145,7 @@ class SparsePlanCache(Plans[SparsePlan]):
         total_q: int | None,
         own: bool,
     ) -> Key | None:
-        """Of a step; None of what is a mistake, or a tracer's."""
+        """Key of a step's plan; None if an argument is wrong, or a tracer's."""
         flags = OWN if own else 0
         if topk_length is not None:
             if topk_length.__class__ not in checks.PLAIN:  # and is (b,), says update_
@@ -167,8 +167,10 @@ class SparsePlanCache(Plans[SparsePlan]):
     def _lengths(
         self, topk_length: torch.Tensor | None, batch: int | None, topk: int
     ) -> torch.Tensor:
-        """Those of a step of a new shape; where the caller gives none they are the cache's, kept
-        for updates; the lock is held."""
+        """Lengths for the plan of a new shape.
+
+        If the caller gives none, the cache makes them and keeps them for updates.  The lock is
+        held."""
         topk = checks.integer("topk", topk, 1, MAX_TOPK)
         made = sparse_lengths(topk_length, batch, self._device, topk)
         if topk_length is None and made.__class__ in checks.PLAIN:

@@ -10,7 +10,7 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import call as calls
-from snapmla import checks, launch, overlap, runtime, tracing
+from snapmla import checks, launch, op, runtime, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.plan import sm_count
 from snapmla.quant import QuantizedQuery
@@ -139,32 +139,33 @@ def sparse_prefill(
     if plan is not None:
         hint = "a launch over BF16 rows finds its work itself"
         checks.value_error("plan", "None where kv is a tensor", type(plan).__name__, hint)
+    given: Any = q, kv  # checked there
     call = Call(
-        q, kv, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
+        *given, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
         indexer_topk, lse_indexer,
     )  # fmt: skip
-    return calls.run(_PREFILL, _PREFILL, call)
+    return calls.run(PREFILL.op, PREFILL.op, call)
 
 
 class Call(NamedTuple):
     """A call of ``sparse_prefill`` over BF16 rows, checked or not."""
 
-    q: Any
-    kv: Any
+    q: Tensor
+    kv: Tensor
     indices: Tensor
     softmax_scale: float
     d_v: int
     attn_sink: Tensor | None
     topk_length: Tensor | None
-    out: Tensor | None
-    max_logits: Tensor | None
-    lse: Tensor | None
+    out: Tensor | None = None
+    max_logits: Tensor | None = None
+    lse: Tensor | None = None
     indexer_topk: int = 0
     lse_indexer: Tensor | None = None
 
 
 class Ready(NamedTuple):
-    """What a launch needs that follows from shapes and options."""
+    """Arguments of a launch that follow from shapes and options."""
 
     kernel: runtime.Kernel
     ctas: int
@@ -175,39 +176,8 @@ class Ready(NamedTuple):
     place: int = 0
 
 
-_READ = ("q", "kv", "indices", "attn_sink", "topk_length")
-_WRITTEN = ("out", "max_logits", "lse", "lse_indexer")
-
-
-def _parts(call: Call) -> calls.Parts:
-    written = call.out, call.max_logits, call.lse, call.lse_indexer
-    optional = call.attn_sink, call.topk_length, *written
-    given = tuple([t for t in optional if t is not None])
-    tensors = (call.q, call.kv, call.indices, *given)
-    options = (
-        call.softmax_scale.__class__, call.softmax_scale, call.d_v.__class__, call.d_v,
-        call.indexer_topk.__class__, call.indexer_topk, *[t is None for t in optional],
-    )  # fmt: skip
-    none = call.out is None and call.max_logits is None and call.lse is None
-    none = none and call.lse_indexer is None
-    return tensors, options, None if none else tuple([t.data_ptr() for t in tensors])
-
-
-def _places(call: Call, _: object) -> calls.Groups:
-    for name in ("q", "kv", "out"):
-        value = getattr(call, name)
-        if value is not None:
-            checks.aligned(name, value)
-    read = [getattr(call, name) for name in _READ]
-    written = [getattr(call, name) for name in _WRITTEN]
-    return (
-        *((overlap.span(t),) for t in written if t is not None),
-        tuple([overlap.span(t) for t in read if t is not None]),
-    )
-
-
-def check_shapes(call: Call) -> None:
-    """Checks all but memory: kinds, dtypes, shapes, options."""
+def _check_shapes(call: Call, known: op.Extents) -> None:
+    """Checks kinds, dtypes and shapes of what is read, and options."""
     q, kv, indices = call.q, call.kv, call.indices
     checks.not_nested("q", q)
     if isinstance(q, torch.Tensor) and (q.ndim != 3 or q.shape[-1] not in D_QK):
@@ -235,6 +205,7 @@ def check_shapes(call: Call) -> None:
     if call.topk_length is not None:
         checks.vector("topk_length", call.topk_length, (s_q,), device)
     _check_indexer(call)
+    known.update(s_q=s_q, h=heads, d_v=KV_LORA_RANK, device=device)
 
 
 def _check_indexer(call: Call) -> None:
@@ -257,7 +228,8 @@ def _no_gradients(call: Call) -> None:
 
 
 def _check_memory(call: Call) -> None:
-    """Checks strides, alignment and what is written, of tensors with memory."""
+    """Checks gradients, strides and alignment, of tensors with memory."""
+    _no_gradients(call)
     for name in ("q", "kv"):
         value = getattr(call, name)
         if value.numel():
@@ -270,27 +242,16 @@ def _check_memory(call: Call) -> None:
         checks.value_error("kv", wanted, f"{2 * call.kv.stride(0)} bytes")
     if call.indices.shape[2] > 1 and call.indices.stride(2) != 1:
         checks.value_error("indices", "innermost stride 1", f"strides {call.indices.stride()}")
-    s_q, heads, _ = call.q.shape
-    shapes = {name: (s_q, heads) for name in _WRITTEN} | {"out": (s_q, heads, KV_LORA_RANK)}
-    read = {name: getattr(call, name) for name in _READ}
-    for name in _WRITTEN:
+    if call.out is not None and call.out.numel():
+        checks.aligned_rows("out", call.out)
+
+
+def _check_begins(call: Call) -> None:
+    """Checks where rows begin."""
+    for name in ("q", "kv", "out"):
         value = getattr(call, name)
-        if value is None:
-            continue
-        dtypes = _BF16 if name == "out" else _FLOAT32
-        checks.tensor(name, value, dtypes, shapes[name], call.q.device)
-        if name == "out" and value.numel():
-            checks.aligned_rows(name, value)
-        checks.distinct(name, value)
-        checks.apart(name, value, read)
-        read[name] = value
-
-
-def _checked(call: Call) -> Call:
-    _no_gradients(call)
-    check_shapes(call)
-    _check_memory(call)
-    return call
+        if value is not None:
+            checks.aligned(name, value)
 
 
 def _prepared(call: Call) -> Ready:
@@ -307,16 +268,6 @@ def _prepared(call: Call) -> Ready:
         float(call.softmax_scale), no_lengths, no_sink,
         any(launch.regular(t) is not t for t in (call.q, call.kv, call.out) if t is not None),
     )  # fmt: skip
-
-
-def new_results(q: Tensor) -> Results:
-    """Uninitialised results of queries, as ``sparse_prefill`` allocates them."""
-    s_q, heads, _ = q.shape
-    return (
-        q.new_empty((s_q, heads, KV_LORA_RANK)),
-        q.new_empty((s_q, heads), dtype=torch.float32),
-        q.new_empty((s_q, heads), dtype=torch.float32),
-    )
 
 
 def _launch(call: Call, ready: Ready | None) -> tuple[Results | FourResults, Ready | None]:
@@ -360,35 +311,32 @@ def _launch(call: Call, ready: Ready | None) -> tuple[Results | FourResults, Rea
     return made, ready
 
 
-def prefill_now(call: Call) -> Any:
-    """``sparse_prefill`` on tensors with memory, whoever traces."""
-    made, _ = _launch(_checked(call), None)
-    return made
+class _Prefill(op.Declared):
+    """``sparse_prefill`` but for ``indexer_topk``, of which no operator knows."""
+
+    def traced(self, call: Call) -> Any:
+        if call.indexer_topk:
+            if tracing.by_dynamo():
+                return tracing.between_graphs(sparse_prefill, **call._asdict())
+            hint = "no operator has it: call it outside of what records"
+            checks.value_error(
+                "indexer_topk", "0 where a call is recorded", call.indexer_topk, hint
+            )
+        _no_gradients(call)
+        return super().traced(call)
 
 
-def _traced(call: Call) -> Results | FourResults:
-    """The call as an operator, for tracers."""
-    if call.indexer_topk:
-        if tracing.by_dynamo():
-            return tracing.between_graphs(sparse_prefill, **call._asdict())
-        hint = "no operator has it: call it outside of what records"
-        checks.value_error("indexer_topk", "0 where a call is recorded", call.indexer_topk, hint)
-    _no_gradients(call)
-    check_shapes(call)
-    common: tuple[Any, ...] = (
-        call.q, call.kv, call.indices, float(call.softmax_scale), call.d_v, call.attn_sink,
-        call.topk_length,
-    )  # fmt: skip
-    given = call.out, call.max_logits, call.lse
-    if all(t is None for t in given):
-        made: Results = torch.ops.snapmla.sparse_prefill(*common)
-        return made
-    out, max_logits, lse = (
-        new if t is None else t for t, new in zip(given, new_results(call.q), strict=True)
-    )
-    torch.ops.snapmla.sparse_prefill_out(*common, out, max_logits, lse)
-    return out, max_logits, lse
-
-
-_PREFILL = calls.Op("sparse_prefill", _checked, _launch, _traced, _parts, _places)
-runtime.on_forget(_PREFILL.memo.forget)
+PREFILL = _Prefill(
+    "sparse_prefill",
+    Call,
+    ("out", "max_logits", "lse", "lse_indexer"),
+    (
+        _check_shapes,
+        op.TensorArg("out", _BF16, "s_q h d_v"),
+        *(op.TensorArg(name, _FLOAT32, "s_q h") for name in ("max_logits", "lse", "lse_indexer")),
+    ),
+    _launch,
+    memory=_check_memory,
+    moved=_check_begins,
+    unrecorded=("indexer_topk", "lse_indexer"),
+)

@@ -89,7 +89,7 @@ def prefill_from_fp8(
     lse: Tensor | None,
     plan: SparsePlan | None,
 ) -> FP8Results:
-    """What ``sparse_prefill`` does over an FP8 cache; arguments and errors as there."""
+    """Runs ``sparse_prefill`` over an FP8 cache; arguments and errors as there."""
     expect_cache(cache)
     if cache.format != DEFAULT:
         checks.value_error(

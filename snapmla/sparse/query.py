@@ -30,7 +30,7 @@ class QueryPair(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Of both."""
+        """Device of both tensors."""
         return self.rope.device
 
     @property

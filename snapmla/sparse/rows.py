@@ -1,4 +1,4 @@
-"""What ``decode(..., indices=)`` does over a BF16 cache, by the kernels of ``sparse_prefill``.
+"""``decode(..., indices=)`` over a BF16 cache, by the kernels of ``sparse_prefill``.
 
 A plan (rows_plan.py) says whether lists are split.  If so, one exported function launches the
 kernel over pieces and the merge behind it.  If not, it is the kernel of prompts, whose LSE is
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What a launch needs that follows from shapes and options."""
+    """Arguments of a launch that follow from shapes and options."""
 
     place: int  # of the plan
     numbers: tuple[float, float, float]  # softmax_scale, lse_factor, empty_lse
@@ -75,7 +75,8 @@ def _parts(call: Call) -> calls.Parts:
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Of a cache that is the plan's, and with it has the memory that it had."""
+    """Spans of what is written and read; None if the cache does not fit the plan, or if the memory
+    of either has moved."""
     q, cache, plan = call.q, call.cache, call.plan
     if not (
         tracing.plain(q, cache, plan)
@@ -94,7 +95,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
 
 
 def check_pages(cache: PagedKVCache) -> None:
-    """That a cache's tokens are rows of one tensor, which the gather's 32 bits reach."""
+    """Checks that a cache's tokens are rows of one tensor, which the gather's 32 bits reach."""
     kv = cache.kv
     assert kv is not None  # of all caches of rows
     pages, size = kv.shape[:2]
@@ -113,7 +114,7 @@ def _flat_rows(cache: PagedKVCache) -> Tensor:
 
 
 def _expect(call: Call) -> None:
-    """That query, cache, lists and plan are of kinds that go together."""
+    """Checks that query, cache, lists and plan are of kinds that go together."""
     q, cache, plan = call.q, call.cache, call.plan
     expect_cache(cache)
     if cache.num_kv_heads != 1:
@@ -186,7 +187,7 @@ def _planned(call: Call, device: torch.device) -> SparseRowsPlan:
 
 
 def check_plan_shape(plan: SparseRowsPlan, rows: tuple[int, ...]) -> None:
-    """That a plan is for this call's rows."""
+    """Checks that a plan is for this call's rows."""
     if plan.rows_shape != rows:
         wanted = f"one made for (b, s_q, num_heads) = {rows}"
         checks.value_error("plan", wanted, plan.rows_shape, MAKE_PLAN)

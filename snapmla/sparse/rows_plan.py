@@ -78,7 +78,7 @@ class SparseRowsPlan(launch.OverTensors):
             self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """That tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
+        """Checks that tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
         tokens, heads = self.batch * self.s_q, self.num_heads
         each = 0 if self.s_q == 1 else tokens
         slots = tokens * self.pieces if self.pieces > 1 else 0
@@ -100,7 +100,7 @@ class SparseRowsPlan(launch.OverTensors):
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Of its tensors."""
+        """Device of the plan's tensors."""
         return self.split_begin.device
 
     @property
@@ -120,7 +120,7 @@ class SparseRowsPlan(launch.OverTensors):
 
     @property
     def workspace_bytes(self) -> int:
-        """Of ``o_accum`` and ``lse_accum``."""
+        """Bytes of ``o_accum`` and ``lse_accum``."""
         return self.o_accum.nbytes + self.lse_accum.nbytes
 
     def update_(self, topk_length: Tensor | None = None) -> None:
@@ -194,7 +194,7 @@ def plan_rows(
     fixed_split_tokens: int | None = None,
     partials: Partials | None = None,
 ) -> SparseRowsPlan:
-    """What ``plan_sparse_decode`` does for a BF16 cache; arguments and errors as there.
+    """Plans sparse decode over a BF16 cache; arguments and errors as of ``plan_sparse_decode``.
 
     Args:
         partials: memory of partial rows that others use as well; None allocates.

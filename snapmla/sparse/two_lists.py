@@ -79,7 +79,7 @@ def whole_tiles(topk: int) -> int:
 def arguments(
     cache: PagedKVCache, indices: Tensor, extra: Second | None, lengths: Tensor
 ) -> tuple[Any, ...]:
-    """What the kernel takes of a second list; of none a row of no entries, over the first cache.
+    """Kernel arguments of a second list; without one, a row of no entries over the first cache.
 
     Args:
         indices: of the first list, (b, s_q, topk).

@@ -36,6 +36,7 @@ from __future__ import annotations
 import torch
 
 from snapmla.dsa import select
+from snapmla.sparse import prefill
 from snapmla.torch_ops import (
     append,
     cache_bytes,
@@ -49,7 +50,6 @@ from snapmla.torch_ops import (
     quantize,
     records,
     sparse_decode,
-    sparse_prefill,
 )
 from snapmla.torch_ops.listing import listing
 from snapmla.torch_ops.operator import NAMESPACE, Operator, define
@@ -69,7 +69,7 @@ OPERATORS: tuple[Operator, ...] = (
     *index.OPERATORS,
     *cache_bytes.OPERATORS,
     *(Operator(*each) for each in select.SELECT.operators),
-    *sparse_prefill.OPERATORS,
+    *(Operator(*each) for each in prefill.PREFILL.operators),
     *mha.OPERATORS,
 )
 SCHEMAS = tuple(operator.schema for operator in OPERATORS)

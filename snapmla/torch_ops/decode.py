@@ -93,7 +93,8 @@ def _decode_out(
 
 
 def check_query(q_nope: Tensor, q_rope: Tensor) -> None:
-    """What ``QuantizedQuery`` checks where nobody traces; gaps would be misread silently."""
+    """Checks a query's bytes and RoPE as ``QuantizedQuery`` does if nobody traces: of rows with
+    gaps kernels would read others' channels."""
     rows, device = tuple(q_nope.shape[:3]), q_nope.device
     checks.query_rows(rows)
     parts = ((q_nope, torch.uint8, KV_LORA_RANK), (q_rope, torch.bfloat16, QK_ROPE_HEAD_DIM))

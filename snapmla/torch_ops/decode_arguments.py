@@ -1,4 +1,4 @@
-"""What ``decode`` and ``dense_decode`` share: arguments, tables of a plan, results."""
+"""Arguments, tables of a plan and results that ``decode`` and ``dense_decode`` share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_tables_of(
     cache_dtype: str = FP8,
     rows: int = 0,
 ) -> None:
-    """That a plan is for this many sequences, and has room for a row tile of partial results.
+    """Checks that a plan is for so many sequences, and has room for a row tile of partial results.
 
     Without ``units`` every sequence is one, and an item.  There is one part at least; what else the
     tables hold is the kernels' to survive.

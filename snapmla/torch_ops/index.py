@@ -12,53 +12,14 @@ from dsl_kernels.families.formats import FORMATS
 from snapmla import checks, layouts
 from snapmla.cache import PagedKVCache
 from snapmla.dsa import fetch, step
-from snapmla.dsa.append_index_k import Append
-from snapmla.dsa.append_index_k import now as append_now
-from snapmla.dsa.index_logits import Call
-from snapmla.dsa.index_logits import now as logits_now
+from snapmla.dsa.append_index_k import APPEND
+from snapmla.dsa.index_logits import LOGITS
 from snapmla.dsa.prologue import Call as PrologueCall
 from snapmla.dsa.prologue import Prologue
 from snapmla.dsa.prologue import now as prologue_now
 from snapmla.fetch import Tokens
+from snapmla.op import codes
 from snapmla.torch_ops.operator import Operator
-
-
-def _append_index_k(
-    cache: Tensor,
-    k: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    scale: str,
-    hadamard: bool,
-    is_neox: bool,
-    norm_eps: float,
-    rope_last: bool = False,
-) -> None:
-    tensors = cache, k, slot_mapping, positions, cos_sin_cache, norm_weight, norm_bias
-    append_now(Append(*tensors, scale, hadamard, is_neox, norm_eps, rope_last))
-
-
-def _index_logits_out(
-    q: Tensor,
-    w: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    out: Tensor,
-    unit_rows: int,
-) -> None:
-    tensors = _codes(q), w, cache, block_table, cache_seqlens, cu_seqlens_q, out
-    logits_now(Call(*tensors, max_tokens=None, unit_rows=unit_rows or None))
-
-
-def _codes(q: Tensor) -> Tensor:
-    """Bytes as float8, which operators do not take."""
-    checks.tensor("q", q, (torch.uint8,), (*q.shape,))
-    return q.view(checks.FP8)
 
 
 def _fetch_index_k_out(
@@ -89,18 +50,13 @@ def _dsa_prologue(
     else:
         cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
     *given, out_q, out_weights, out_rope = rest
-    out = Prologue(_codes(out_q), out_weights, out_rope)
+    out = Prologue(codes("q", out_q), out_weights, out_rope)
     call: Any = (cache, *given, out)
     prologue_now(PrologueCall(*call))
 
 
 OPERATORS = (
-    Operator(
-        "append_index_k(Tensor(a!) cache, Tensor k, Tensor slot_mapping, Tensor? positions, "
-        "Tensor? cos_sin_cache, Tensor? norm_weight, Tensor? norm_bias, str scale, bool hadamard, "
-        "bool is_neox, float norm_eps, bool rope_last=False) -> ()",
-        _append_index_k,
-    ),
+    *(Operator(*each) for each in APPEND.operators),
     Operator(
         "dsa_prologue(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, str cache_dtype, "
         "str? scale_fmt, Tensor c_kv, Tensor k_rope, Tensor slot_mapping, "
@@ -112,11 +68,7 @@ OPERATORS = (
         "Tensor(g!)? out_rope) -> ()",
         _dsa_prologue,
     ),
-    Operator(
-        "index_logits_out(Tensor q, Tensor w, Tensor cache, Tensor block_table, "
-        "Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor(a!) out, int unit_rows) -> ()",
-        _index_logits_out,
-    ),
+    *(Operator(*each) for each in LOGITS.operators),
     *(Operator(*each) for each in step.STEP.operators),
     Operator(
         "fetch_index_k_out(Tensor cache, Tensor where, Tensor? cu_seqlens, Tensor? seq_starts, "

@@ -29,7 +29,7 @@ def listing(schemas: Iterable[str]) -> str:
 
 
 def _arguments(schema: Any) -> Iterable[str]:
-    """What stands between the brackets."""
+    """Texts of a schema's arguments, as they stand between its brackets."""
     star = False
     for argument in schema.arguments:
         if argument.kwarg_only and not star:

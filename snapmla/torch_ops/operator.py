@@ -1,4 +1,4 @@
-"""What an operator is made of, and how torch is told."""
+"""Operators: their parts, and their definition in a library of torch."""
 
 from __future__ import annotations
 

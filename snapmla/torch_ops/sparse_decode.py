@@ -83,7 +83,7 @@ def _rows(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _record(cache_dtype: str) -> Record:
-    """Of bytes that sparse decode reads."""
+    """Looks up the format of bytes that sparse decode reads."""
     known = tuple(name for name in PIPELINES if FORMATS[name].named)
     checks.choice("cache_dtype", cache_dtype, known)
     return FORMATS[cache_dtype]

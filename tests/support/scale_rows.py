@@ -1,0 +1,53 @@
+"""What an op takes on the host: out = x * scale of rows; its kernel is scale_rows_kernel.py's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dsl_kernels.families.family import Family
+from snapmla import call, checks, op, quant
+
+F32 = (torch.float32,)
+FAMILY = Family(
+    "scale_rows", (), module=lambda _arch, _values: "tests.support.scale_rows_kernel",
+    points=lambda _arch: iter(()), shown=("x",), results=("out",),
+)  # fmt: skip
+
+
+def scale_rows(
+    x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiplies each row of x, float32 (n, width), by its scale, float32 (n,)."""
+    return call.run(SCALE.op, SCALE.op, Scaled(x, scale, out))
+
+
+class Scaled(NamedTuple):
+    """A call of ``scale_rows``."""
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    out: torch.Tensor | None = None
+
+
+def _check_rows(call: Scaled) -> None:
+    for name in ("x", "out"):
+        if (value := getattr(call, name)) is not None:
+            checks.aligned_rows(name, value, align=4)
+
+
+def _launch(call: Scaled, kernel: Any) -> tuple[torch.Tensor, Any]:
+    out = torch.empty_like(call.x) if call.out is None else call.out
+    kernel = kernel or quant.variant_kernel(call.x.device, "scale_rows")
+    if len(out):
+        kernel(call.x, call.scale, out)
+    return out, kernel
+
+
+SCALE = op.Declared(
+    "scale_rows", Scaled, ("out",),
+    (op.TensorArg("x", F32, "n width", "rows of numbers"),
+     op.TensorArg("scale", F32, "n", contiguous=True), op.TensorArg("out", F32, "n width")),
+    _launch, memory=_check_rows,
+)  # fmt: skip
