@@ -46,11 +46,11 @@ def capacity(metadata: torch.Tensor) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _kept_workspace(
-    device: torch.device, stream: int, parts: int, unit_rows: int, cache_dtype: str
+    device: torch.device, stream: int, parts: int, unit_rows: int, format: str
 ) -> Pair:
     """Partial results of one stream."""
     nothing = torch.empty(0, device=device)
-    return decode_plan.new_workspace(nothing, 2 * parts, unit_rows, cache_dtype)
+    return decode_plan.new_workspace(nothing, 2 * parts, unit_rows, format)
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -67,12 +67,12 @@ def workspace(
     stream: int | None,
     parts: int,
     unit_rows: int,
-    cache_dtype: str = decode_plan.FP8,
+    format: str = decode_plan.FP8,
 ) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
-        return decode_plan.new_workspace(metadata, 2 * parts, unit_rows, cache_dtype)
-    return _kept_workspace(metadata.device, stream, parts, unit_rows, cache_dtype)
+        return decode_plan.new_workspace(metadata, 2 * parts, unit_rows, format)
+    return _kept_workspace(metadata.device, stream, parts, unit_rows, format)
 
 
 def covered(

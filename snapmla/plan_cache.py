@@ -18,7 +18,7 @@ import torch
 
 from snapmla import checks, launch, tracing
 from snapmla.decode_plan import TENSORS, DecodePlan, new_workspace, partial_rows
-from snapmla.plan import PlanOptions, StepShape, Workspaces, make_plan
+from snapmla.plan import PlanOptions, StepShape, Workspaces, checked_format, make_plan
 
 MOST_UNPINNED = 64  # tables of some 10 KB each
 
@@ -152,10 +152,10 @@ class Plans(Generic[P]):
 
     def _room_for(self, like: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A workspace of one slot of so many rows."""
-        return new_workspace(like, 1, rows, self._options.cache_name)
+        return new_workspace(like, 1, rows, self._options.format)
 
     def _workspace(
-        self, like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
+        self, like: torch.Tensor, slots: int, unit_rows: int, format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Workspace for a new plan: the front of the one that all share; the lock is held."""
         o_accum, lse_accum = self._buffers
@@ -163,7 +163,7 @@ class Plans(Generic[P]):
         if rows > room:
             self._buffers = o_accum, lse_accum = self._room_for(like, max(rows, 2 * room))
         return (
-            o_accum[0, :rows].view(slots, unit_rows, partial_rows(cache_dtype)[1]),
+            o_accum[0, :rows].view(slots, unit_rows, partial_rows(format)[1]),
             lse_accum[0, :rows].view(slots, unit_rows),
         )
 
@@ -265,7 +265,8 @@ class PlanCache(Plans[DecodePlan]):
         device: of all tensors; ``cpu`` is the software GPU.
         capacity: plans that are kept without being pinned, 1 or more.
         causal, num_parts, pipeline, row_tile, row_blocks, fixed_overhead, fixed_split_tokens,
-            check_stale, accuracy, cache_dtype, num_kv_heads: of all plans, as in ``plan_decode``.
+            check_stale, accuracy, format, cache_dtype, num_kv_heads: of all plans, as in
+            ``plan_decode``.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -291,15 +292,16 @@ class PlanCache(Plans[DecodePlan]):
         fixed_split_tokens: int | None = None,
         check_stale: bool | None = None,
         accuracy: str = "standard",
-        cache_dtype: str | torch.dtype = "fp8",
+        cache_dtype: str | torch.dtype = checks.UNSAID,
         num_kv_heads: int = 1,
+        format: str | torch.dtype | None = None,
     ) -> None:
         options = PlanOptions(
             num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
             pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-            check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
-            num_kv_heads=num_kv_heads,
+            check_stale=check_stale, accuracy=accuracy, num_kv_heads=num_kv_heads,
+            format=checked_format(format, cache_dtype),
         )  # fmt: skip
         super().__init__(options, device, capacity)
 

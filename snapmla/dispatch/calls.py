@@ -367,8 +367,8 @@ def _sparse_problem(
     )  # fmt: skip
 
 
-def sparse_cache_name(cache_dtype: str | torch.dtype) -> str:
-    """The format that ``cache_dtype`` means for sparse attention.  Raises ValueError if none."""
-    value = DEFAULT if cache_dtype is checks.FP8 else cache_dtype
-    checks.choice("cache_dtype", value, tuple(SPARSE_OPS))
+def sparse_cache_name(given: str | torch.dtype, name: str = "cache_dtype") -> str:
+    """Name of the format that argument ``name`` means for sparse attention; ValueError if none."""
+    value = DEFAULT if given is checks.FP8 else given
+    checks.choice(name, value, tuple(SPARSE_OPS), "the cache's attribute format says it")
     return str(value)
