@@ -41,7 +41,7 @@ Call = tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
 class Prepared:
-    """What calls by one plan with the same options launch, all of it checked."""
+    """Checked launch state that calls by one plan with the same options share."""
 
     place: int  # of the plan
     variant: PlanVariant
@@ -71,7 +71,7 @@ class Prepared:
 
 
 class Unprepared(NamedTuple):
-    """A plan that takes more than a launch: nothing is known but where it lies."""
+    """A plan that needs more than one launch: only a number for its address is cached."""
 
     place: int
 
@@ -221,7 +221,11 @@ def _parts(call: Call) -> calls.Parts:
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Of a query and a cache that are the plan's, and with it have the memory that they had."""
+    """Spans in groups: those of each result, then those of all that the kernel reads.
+
+    None if something has no plain memory, if query and cache do not fit the plan, or if the memory
+    of the plan, the cache or a quantised query has moved.
+    """
     q, cache, block_table, cache_seqlens, plan, out, lse, *_, witness = call
     if not tracing.plain(q, cache, plan):  # what has no memory is never known
         return None

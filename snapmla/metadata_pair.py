@@ -148,7 +148,11 @@ class PairPlan(decode_plan.DecodePlan):
         self._check_covered(cache_seqlens.tolist())
 
     def _check_covered(self, lengths: list[int]) -> None:
-        """That the tables are of one pair; ``lengths`` are those that were planned for."""
+        """Raises ValueError if the tables, not being of one pair, leave a sequence uncovered.
+
+        Args:
+            lengths: of the sequences, as they were planned.
+        """
         most = self.max_pages * self.page_size
         tiles = [-(-min(max(n, 0), most) // self.token_tile) for n in lengths]
         found = covered(
@@ -361,7 +365,7 @@ def _check_apart(metadata: torch.Tensor, num_splits: torch.Tensor, lengths: torc
 def step_numbers(
     device: torch.device, batch: int, rows: int, spec: VariantSpec, unit_rows: int
 ) -> decode_plan.PlanNumbers:
-    """Of a plan for FlashMLA's callers, whose block table and causality are not known yet.
+    """Planning numbers for FlashMLA's callers, made before block table and causality are known.
 
     Args:
         batch: requests, at least one.

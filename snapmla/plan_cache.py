@@ -30,7 +30,7 @@ COUNT = frozenset({int, type(None)})
 
 
 class Stats(NamedTuple):
-    """What ``PlanCache.stats`` says."""
+    """Contents of a plan cache, as its ``stats`` counts them."""
 
     plans: int
     pinned: int
@@ -48,8 +48,7 @@ def counted(key: Key) -> Key | None:
 
 
 class Plans(Generic[P]):
-    """What caches of plans have in common: plans by shape, pinned or by last use, over one
-    workspace.
+    """Base of plan caches: keeps plans by shape, pinned or by last use, over one workspace.
 
     Raises:
         TypeError, ValueError: from the methods, naming the argument.
@@ -190,7 +189,7 @@ class Plans(Generic[P]):
                 self._keep(key, self._pinned.pop(key), pin=False)
 
     def stats(self) -> Stats:
-        """What the cache holds: (plans, pinned, bytes).
+        """Counts what the cache holds: (plans, pinned, bytes).
 
         Returns:
             Plans, pinned ones included; those of them that are pinned; bytes of device memory of
@@ -222,7 +221,7 @@ class Plans(Generic[P]):
         return f"{type(self).__name__}({self._model()}, {self._device}: {what})"
 
     def _model(self) -> str:
-        """What all plans are for."""
+        """The model that all plans are for, in words for ``repr``."""
         return f"{self._options.num_heads} heads, pages of {self._options.page_size}"
 
 
