@@ -164,6 +164,16 @@ def decode(
         TypeError, ValueError: naming the argument, what was expected and what came.
         VariantError: no compiled kernel fits and none can be compiled.
 
+    Example:
+        cache = snapmla.PagedKVCache.allocate(2, page_size=64, device="cpu")
+        table, lengths = torch.tensor([[1]]).int(), torch.tensor([3]).int()
+        kv, slots = torch.randn(3, 576).bfloat16(), torch.arange(64, 67)  # the start of page 1
+        snapmla.append_kv(cache, kv[:, :512], kv[:, 512:], slots)
+        q = torch.randn(1, 1, 16, 576).bfloat16()
+        query = snapmla.quantize_q(q[..., :512], q[..., 512:])
+        plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=1)
+        out, lse = snapmla.decode(query, cache, table, lengths, softmax_scale=192**-0.5, plan=plan)
+
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """

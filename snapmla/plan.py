@@ -175,6 +175,12 @@ def plan_decode(
         TypeError, ValueError: naming the argument.
         VariantError: the planning kernel is not there.
 
+    Example:
+        lengths = torch.tensor([1000, 64], dtype=torch.int32)
+        plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=32)
+        plan.update_(lengths + 1)  # the next step
+        print(plan.explain())
+
     Source: as ``DecodePlan``; the kernel is chosen by ``snapmla.dispatch``.
     """
     if tracing.by_dynamo():

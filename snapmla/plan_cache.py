@@ -271,6 +271,12 @@ class PlanCache(Plans[DecodePlan]):
         TypeError, ValueError: naming the argument.
         VariantError: no decode kernel exists for the device.
 
+    Example:
+        plans = snapmla.PlanCache(16, page_size=64, device="cpu")
+        lengths = torch.tensor([1000, 64], dtype=torch.int32)
+        plan = plans.get(lengths, 1, max_pages=32)
+        assert plans.get(lengths + 1, 1, max_pages=32) is plan  # updated in place
+
     Source: our own; the FlashInfer backends of SGLang and vLLM keep wrappers by captured batch size
     in the same way.
     """

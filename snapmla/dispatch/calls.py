@@ -308,6 +308,10 @@ def explain(
         TypeError, ValueError: naming the argument.
         UnsupportedDeviceError: no kernels are built for the device.
 
+    Example:
+        found = snapmla.explain(16, 1, batch=64, seqlen=8192, card="H200")
+        print(found)  # all candidates; found.chosen is the one that is used
+
     Source: roof and tile counts follow the SnapMLA paper's Eq. 7.
     """
     checks.num_heads(num_heads)
