@@ -306,6 +306,10 @@ def plan_sparse_decode(
         TypeError, ValueError: naming the argument.
         VariantError: the planning kernel is not there.
 
+    Example:
+        plan = snapmla.plan_sparse_decode(16, 1, topk=64, batch=2, device="cpu", format="fp8")
+        print(plan.explain())
+
     Source: the work list is ``plan_decode``'s: the row of a query token is a block table of pages
     of one token.
     """

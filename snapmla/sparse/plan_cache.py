@@ -38,6 +38,11 @@ class SparsePlanCache(Plans[SparsePlan]):
         TypeError, ValueError: naming the argument.
         VariantError: no kernel for sparse decode exists for the device.
 
+    Example:
+        plans = snapmla.SparsePlanCache(16, device="cpu")
+        plan = plans.get(None, 1, topk=64, batch=2)
+        assert plans.get(None, 1, topk=64, batch=2) is plan
+
     Source: as ``PlanCache``.
     """
 
