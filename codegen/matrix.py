@@ -69,7 +69,7 @@ def _whole(arch: str, name: str) -> VariantSpec | None:
 
 
 def selected(arch: str, pattern: str) -> tuple[list[VariantSpec], list[str]]:
-    """(what a filter names, those of its parts that name nothing).
+    """(variants that a filter names, parts of it that name nothing).
 
     A name that is spelled out counts whether the default matrix has it or not.
     """
