@@ -275,7 +275,7 @@ def _show_audit(title: str, families: dict[str, FamilyAudit]) -> None:
 
 
 def _packed(arch: str, pattern: str, cuda: str, kind: str = "") -> tuple[list[VariantSpec], Path]:
-    """What a bundle or a wheel is made of: variants, and where their builds usually are."""
+    """Variants of a bundle or wheel, and the usual folder of their builds; checks options."""
     _check_arch(arch)
     _check_kind(kind)
     _need_compiler()
@@ -454,7 +454,7 @@ def name_wheel_command(
 
 
 def _target(machine: str) -> cross.Target:
-    """What ``--machine`` names."""
+    """Target that ``--machine`` names; ends the command with a sentence if there is none."""
     if machine not in cross.TARGETS:
         known = ", ".join(cross.TARGETS)
         raise _fail(f"--machine (make's MACHINE=): expected one of {known}, got {machine!r}")

@@ -1,4 +1,4 @@
-"""What a built variant looks like on disk, and how files get there.
+"""Built variants on disk: which files there are, and writing them.
 
 A directory of variants holds, for each ``VariantSpec``,
 
@@ -168,7 +168,7 @@ class Record:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """Of a record's contents.  ``snapmla.runtime``, which does without this package, has it too."""
+    """SHA-256 of a record's contents.  ``snapmla.runtime``, which lacks codegen, has a copy."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -242,7 +242,7 @@ def lock(out_dir: Path, name: str) -> Iterator[None]:
 
 
 def manifest_text(out_dir: Path) -> str:
-    """What ``manifest.json`` of a directory should say: a function of sources and options alone."""
+    """Text of ``manifest.json`` for a directory; it depends on sources and options alone."""
     found = [dataclasses.asdict(r) for r in records(out_dir)]
     for record in found:
         for name in VOLATILE:

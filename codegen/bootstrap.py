@@ -53,7 +53,7 @@ def pinned_torch() -> str:
 
 
 def index_options() -> list[str]:
-    """What makes pip look at TORCH_INDEX as well."""
+    """Options that make pip look at TORCH_INDEX as well; none if that is not set."""
     index = os.environ.get("TORCH_INDEX", "")
     return ["--extra-index-url", index] if index else []
 

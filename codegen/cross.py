@@ -105,7 +105,7 @@ def refusal(target: Target) -> str | None:
 
 
 def key(native: Record, target: Target) -> str:
-    """Of the variant for a target: that of this machine's, and what makes the other half."""
+    """Key of a build for a target: a hash of this file, the native build's key, triple and CPU."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     digest.update("\0".join([native.key, target.triple, target.cpu]).encode())
     return digest.hexdigest()[:24]

@@ -15,7 +15,7 @@ from dsl_kernels.spec import VariantSpec
 
 @dataclass
 class FamilyAudit:
-    """What is built of a family: an op, or a pipeline of one.
+    """Audit of what is built of a family, which is an op or a pipeline of one.
 
     Attributes:
         variants, absent: how many there are to be; names that are not built from these sources.

@@ -46,7 +46,7 @@ _NAMESPACES = (
 
 
 def folder_name(flavour: str, machine: str) -> str:
-    """Of a build of a CUDA major for a CPU, as ``kernels`` looks for it."""
+    """Name of the folder where ``kernels`` looks for a build of a CUDA major for a CPU."""
     return f"{FRAMEWORK}-{CUDA[flavour]}-{machine}-linux"
 
 
@@ -122,7 +122,7 @@ def _host(root: Path, identity: str) -> None:
 
 
 def _metadata(root: Path, identity: str, version: int, arch: str) -> dict[str, object]:
-    """What ``kernels`` reads first."""
+    """Content of ``metadata.json``, which ``kernels`` reads first."""
     files = sorted(path for path in root.rglob("*") if path.is_file())
     return {
         "id": identity, "name": NAME, "version": version, "license": "Apache-2.0",

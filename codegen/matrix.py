@@ -69,7 +69,7 @@ def _whole(arch: str, name: str) -> VariantSpec | None:
 
 
 def selected(arch: str, pattern: str) -> tuple[list[VariantSpec], list[str]]:
-    """(what a filter names, those of its parts that name nothing).
+    """(variants that a filter names, parts of it that name nothing).
 
     A name that is spelled out counts whether the default matrix has it or not.
     """
@@ -81,7 +81,7 @@ def selected(arch: str, pattern: str) -> tuple[list[VariantSpec], list[str]]:
 
 
 def no_match(arch: str, pattern: str) -> str | None:
-    """What is wrong with a filter, in one sentence that names close variants, or None."""
+    """Sentence about a filter that matches nothing, with close names; None if all parts match."""
     _, idle = selected(arch, pattern)
     if globs(pattern) and not idle:
         return None
@@ -151,7 +151,7 @@ Trait = tuple[object, ...]
 
 
 def traits(spec: VariantSpec) -> set[Trait]:
-    """What a test set must show of a variant: each axis' value, its pipeline with its rows."""
+    """Traits of a variant that a test set covers: each axis' value, its pipeline with its rows."""
     rows = tuple(value for axis, value in spec.values if axis in ROW_AXES)
     return {*spec.values, ("rows", *rows)}
 
@@ -183,7 +183,7 @@ def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[Vari
 
 
 def _everyday(specs: list[VariantSpec]) -> set[VariantSpec]:
-    """Of one op's variants those that everyday tests run."""
+    """Chooses the variants of one op that everyday tests run."""
     family = specs[0].family
     declared = [] if family.everyday is None else _declared(specs, family.everyday)
     if family.helper and specs[0].arch != "sm_90a":
@@ -194,7 +194,7 @@ def _everyday(specs: list[VariantSpec]) -> set[VariantSpec]:
 
 
 def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> list[VariantSpec]:
-    """Those of ``specs`` that have the values of an entry of ``everyday``; else a cover."""
+    """Variants that have the values of an entry of ``everyday``; a cover if there are none."""
     found = [spec for spec in specs if _has(spec, everyday)]
     cover = set() if found else _cover(specs)
     return found or [spec for spec in specs if spec in cover]
@@ -229,5 +229,5 @@ def changed(spec: VariantSpec) -> int:
 
 
 def sample_specs(arch: str, *, ask_kernels: bool = True) -> list[VariantSpec]:
-    """What ``make test`` builds and runs of one arch; ``make prove`` takes all."""
+    """Variants of one arch that ``make test`` builds and runs; ``make prove`` takes all."""
     return sample(default_specs(arch, ask_kernels=ask_kernels))

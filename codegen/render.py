@@ -122,7 +122,7 @@ def _decode_row(specs: list[VariantSpec]) -> dict[str, str]:
 
 
 def _row_of(spec: VariantSpec) -> tuple[Any, ...]:
-    """What the variants of a line have in common."""
+    """Key of a table's line: op, pipeline, row tile, cluster and terms of P of its variants."""
     terms = dict(spec.values).get("p_terms")
     return spec.op, spec.pipeline, spec.row_tile, spec.cluster, terms
 

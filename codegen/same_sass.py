@@ -92,7 +92,7 @@ def _normal(text: str) -> tuple[str, ...]:
 
 
 def compare(old_dir: Path, new_dir: Path, old: Record, new_name: str) -> Row:
-    """What differs between a variant of the old build and its successor."""
+    """Compares a variant of the old build with its successor; the row names what differs."""
     new = Record.read(new_dir / f"{new_name}.json")
     if new is None:
         return Row(old.name, new_name, 0, 0, "missing")

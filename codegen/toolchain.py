@@ -124,8 +124,10 @@ def import_compiler() -> None:
 
 
 def target_of(arch: str) -> str:
-    """What variants of ``arch`` are assembled for: its family's target where the imported toolkit
-    has one (sm_100f, which B200 and B300 load), else ``arch`` itself."""
+    """Target that variants of ``arch`` are assembled for.
+
+    The family's (sm_100f, which B200 and B300 load) if the imported toolkit has it, else ``arch``.
+    """
     target, since = _OF_FAMILY.get(arch, (arch, (0, 0)))
     return target if toolkit() >= since else arch
 

@@ -68,7 +68,7 @@ class WheelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Wheels:
-    """What was made: both files, and how many variants the second has; ``total`` is that of the
+    """Both wheels that were made; ``variants`` counts those in the second, ``total`` those of the
     default matrix."""
 
     host: Path
@@ -170,7 +170,7 @@ def label(names: list[str], total: list[str]) -> str:
 
 
 def sources_digest() -> str:
-    """Of all device code and of what is linked to it: equal digests are equal functions."""
+    """Digest of all device code and of what is linked to it: equal digests are equal functions."""
     digest = hashlib.sha256()
     paths = sorted((ROOT / "dsl_kernels").rglob("*.py"))
     for path in (*paths, ROOT / "codegen" / "launch.c"):
@@ -290,7 +290,7 @@ def _describe(
     label: str,
     platform: str = "",
 ) -> None:
-    """What the backend reads: pyproject.toml, licence, README; and the note in the package."""
+    """Writes the build backend's input: pyproject.toml, licence, README; and the package's note."""
     shutil.copyfile(ROOT / "LICENSE", root / "LICENSE")
     if module == "snapmla":
         shutil.copyfile(ROOT / "README.md", root / "README.md")

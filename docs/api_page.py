@@ -84,7 +84,7 @@ WIDTH = 120  # of a line of prose
 _UNBROKEN = re.compile(r"(?:``.*?``|`[^`]{,80}`|\[[^]]*\]\([^)]*\)|\S)+")
 _STARTS = re.compile(r"[-*+=>#|]|\d+[.)]$")  # what would begin a list, a heading or a quotation
 _FILE = re.compile(r"(\w+(?:, \w+)*(?:\.py|/))\s+(?=\S)")  # a module's list of its files begins
-SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
+SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Example", "Source")
 
 
 # ---------------------------------------------------------------- docstrings
@@ -235,6 +235,8 @@ def _sections(doc: Doc) -> list[str]:
             lines += [f"*{section}*", ""]
             lines += [f"- `{names}`: {text}" for names, text in doc.items(section)]
             lines.append("")
+        elif section == "Example":
+            lines += [f"*{section}*", "", "```python", doc.sections[section], "```", ""]
         else:
             text = " ".join(doc.sections[section].split())
             lines += [f"*{section}*: {text}", ""]

@@ -55,7 +55,7 @@ def select(presets: list[str], labels: list[str]) -> list[Shape]:
 
 
 def plan_lines(chosen: list[Shape], card: Card) -> list[str]:
-    """What a run would do, with bytes, FLOP and roofs: the dry run's output."""
+    """Lines of a dry run: the rows that a run would time, with bytes, FLOP and roofs."""
     fmt = FORMATS["snapmla"]
     peak = card.ceilings.effective_tflops(fmt)
     lines = [
@@ -137,7 +137,7 @@ def _check_backends(names: list[str], peers: Path | None) -> None:
 
 
 def _values(words: list[str]) -> dict[str, str]:
-    """Of ``--set NAME=VALUE``, by name."""
+    """Values of ``--set NAME=VALUE``, by name."""
     for word in words:
         if "=" not in word:
             raise ValueError(f"--set: expected NAME=VALUE, got {word!r}")

@@ -31,7 +31,7 @@ LINES = (
 
 
 def measured(report: dict[str, Any]) -> dict[str, Any]:
-    """What a table measured of its card, named as in ``cards.json``.
+    """Figures of a card that a table measured, named as in ``cards.json``.
 
     Raises:
         ValueError: the run probed no ceilings, or timed no decode of ours.

@@ -46,7 +46,7 @@ OUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 @dataclass(frozen=True)
 class SnapOptions:
-    """What may follow ``snapmla:`` in a contender's name; None leaves the choice to the library."""
+    """Options behind ``snapmla:`` in a contender's name; None leaves the choice to the library."""
 
     pipeline: str | None = None
     out: str = "bf16"

@@ -190,7 +190,7 @@ def exact(step: Step, table: Tensor, row: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(step: Step) -> list[int]:
-    """Those that are held against float64: four, from the first to the last."""
+    """Rows that are held against float64: four, from the first to the last."""
     last = len(step.q) - 1
     return sorted({last * i // 3 for i in range(4)})
 

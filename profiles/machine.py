@@ -1,4 +1,4 @@
-"""What a machine's figures were made on and with."""
+"""Facts about the machine and libraries that figures were made with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from profiles import timing
 
 
 def machine(device: torch.device, nvml: timing.Nvml | None) -> dict[str, Any]:
-    """What the numbers were made on and with."""
+    """Names the device and the versions that numbers were made with."""
     facts: dict[str, Any] = {
         "device": str(device),
         "python": platform.python_version(),

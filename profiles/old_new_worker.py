@@ -72,7 +72,7 @@ def captured(side: Side, count: int) -> Any:
 
 
 def milliseconds(replay: Any) -> float:
-    """Of a replay, after one that does not count."""
+    """Milliseconds that a replay takes, after one that does not count."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay()
     begin.record()

@@ -80,7 +80,7 @@ class Solo:
 
 
 def reading(samples: Sequence[Sample], begin: float, end: float, source: str) -> Reading:
-    """What the samples of [begin, end] say; ``source`` names their watts.
+    """Reading of the samples in [begin, end]; ``source`` names their watts.
 
     Raises:
         ValueError: none of them has a power.
@@ -153,7 +153,7 @@ class Meter:
             self.wanted.clear()
 
     def reading(self, begin: float, end: float) -> Reading:
-        """What was seen in [begin, end]; older samples are dropped."""
+        """Reading of the samples in [begin, end]; drops all samples."""
         found = reading(list(self.samples), begin, end, self.source)
         self.samples.clear()
         return found

@@ -124,7 +124,7 @@ def one_source(spec: VariantSpec) -> bool:
 
 
 def twins(blackwell: Iterable[VariantSpec]) -> list[VariantSpec]:
-    """Of SM100's kernels that are SM90's sources one an op."""
+    """SM100's variants to prove: a sample of those built from SM90's sources, and ``TWINS``."""
     shared = [spec for spec in blackwell if one_source(spec) and spec.op not in STAND_INS]
     return [*matrix.sample(shared), *map(VariantSpec.from_name, TWINS)]
 
@@ -265,7 +265,7 @@ def execute(step: Step, at: str) -> Outcome:
 
 
 def read_told(record: Path) -> dict[str, Any] | None:
-    """What a command that takes ``--record`` told; None if it did not get so far."""
+    """Reads the record of a command with ``--record``; None if it did not get so far."""
     try:
         return dict(json.loads(record.read_text()))
     except (OSError, ValueError):
@@ -284,7 +284,7 @@ def checkout() -> str:
 
 
 def _cpu_seconds() -> float:
-    """Of all children that have ended."""
+    """CPU seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -408,7 +408,7 @@ def _minutes(rows: list[dict[str, Any]]) -> float:
 
 
 def _ran(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that ran on these sources."""
+    """Rows of steps that ran on these sources."""
     return [row for row in rows if row["state"] != STATES[2]]
 
 

@@ -70,7 +70,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a share."""
+    """Result of a share: exit code, output, CPU seconds, and what it recorded."""
 
     share: Share
     code: int
@@ -192,7 +192,11 @@ def execute(share: Share, environment: dict[str, str], stop: float) -> Ended | N
 
 
 def outcome(ended: Sequence[Ended], at: str) -> prove.Outcome:
-    """Of a step, from all of its shares; the message is the first that failed, or the last."""
+    """Outcome of a step from all its shares; the message is of the first that failed, else joined.
+
+    Raises:
+        ValueError: shares recorded different launches.
+    """
     first = ended[0].share
     bad = [e for e in ended if e.failed]
     told = [e.told for e in ended if e.told is not None]
@@ -216,7 +220,7 @@ def outcome(ended: Sequence[Ended], at: str) -> prove.Outcome:
 
 
 def _together(lines: Sequence[str]) -> str:
-    """What shares said, each in a line: the last of them, or the sum of counted mutants."""
+    """Joins the shares' last lines: the sum if all count mutants, else the last of them."""
     if len(lines) == 1:
         return lines[0]
     counted = [match for line in lines if (match := KILLED.fullmatch(line))]

@@ -20,7 +20,7 @@ STUDIED = 10  # schedules that a mutant survives before it counts as a survivor
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step; ``message`` is the last line it said, or why it failed.
+    """Result of a step; ``message`` is the last line it printed, or why it failed.
 
     Attributes:
         key: the step's source key when it ran.
@@ -97,12 +97,12 @@ class Book:
         return self.folder / (re.sub(r"[^\w.-]", "-", name) + ".json")
 
     def outcome(self, step: Step) -> Outcome | None:
-        """Of these sources; None if the step has not finished on them."""
+        """Outcome of a step on these sources; None if it has not finished on them."""
         found = self.last(step)
         return None if found is None or found.key != step.key else judged(found, step.explained)
 
     def last(self, step: Step) -> Outcome | None:
-        """Of whatever sources it last ran on."""
+        """Outcome of a step on whatever sources it last ran on; None if there is none."""
         found = Outcome.read(self._path(step.name))
         if found is None and self.record is not None and self.record.exists():
             return _rows(self.record, self.record.stat().st_mtime_ns).get(step.name)
@@ -113,7 +113,7 @@ class Book:
         write_atomic(self._path(outcome.name), text)
 
     def pending(self, found: Iterable[Step]) -> list[Step]:
-        """What has not passed: first what has not run, then what failed."""
+        """Steps that have not passed: first those that have not run, then those that failed."""
         outcomes = [(step, self.outcome(step)) for step in found]
         fresh = [step for step, outcome in outcomes if outcome is None]
         return fresh + [step for step, outcome in outcomes if outcome and not outcome.passed]

@@ -72,7 +72,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 @dataclass(frozen=True)
 class Card:
-    """What a card counted in one launch.
+    """Counts of one launch on a card.
 
     Attributes:
         counters: by the names of ``COUNTERS``.
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Of the model, as a share of the card's."""
+        """Difference of the model from the card, as a share of the card's count."""
         return self.model / self.card - 1 if self.card else 0.0
 
 
@@ -133,7 +133,7 @@ def _shares(
 def _given(
     found: Mapping[str, tuple[str, float | str]], metrics: Mapping[str, str]
 ) -> dict[str, float]:
-    """Those of ``metrics`` (our name -> ncu's) that have a number."""
+    """Numbers that ncu gave for ``metrics`` (our name -> ncu's), by our name."""
     values = {label: found.get(metric, ("", ""))[1] for label, metric in metrics.items()}
     return {label: value for label, value in values.items() if isinstance(value, float)}
 

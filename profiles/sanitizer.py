@@ -61,7 +61,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
 def form_of(spec: VariantSpec) -> tuple[Any, ...]:
-    """What variants of one kernel share."""
+    """Key that variants of one kernel share: op, row tile and the named axes in ``FORM``."""
     values = dict(spec.values)
     named = [values[x] for x in FORM if isinstance(values.get(x), str)]
     return (spec.op, values.get("row_tile"), *named)
@@ -144,7 +144,7 @@ def _place(text: str) -> str:
 
 
 def parse(text: str, arch: str = "sm_90a") -> list[Finding]:
-    """What a run of a tool reports, each once, in order.
+    """Reads the findings out of a tool's output, each once, in order.
 
     Raises:
         ValueError: the tool printed no summary, or counted errors that were not understood.
@@ -211,7 +211,7 @@ def run_one(tool: str, variant: str, seconds: float, logs: Path) -> Run:
 
 
 def verdict(variant: str, tool: str, text: str, code: int, seconds: float) -> Run:
-    """What became of a run that printed ``text`` and returned ``code``."""
+    """Judges a run that printed ``text`` and returned ``code``."""
     try:
         findings = parse(text, VariantSpec.from_name(variant).arch)
     except ValueError as error:
@@ -261,7 +261,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """What ``run`` wrote."""
+        """Reads the record that ``run`` wrote."""
         fields = json.loads(path.read_text())
         runs = [
             Run(**{**run, "findings": [_finding(f) for f in run["findings"]]})

@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 
 def of_profile(profile: Any) -> list[Span]:
-    """Of a ``torch.profiler.profile`` that is over: kernels, copies and fills on the device."""
+    """Kernels, copies and fills on the device in a ``torch.profiler.profile`` that is over."""
     return [
         Span(event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()

@@ -26,7 +26,7 @@ STRIKES = 3  # failures after which a contender is left out of all further rows
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run measures; travels to the worker as JSON.
+    """Settings of a run, which travel to its worker as JSON.
 
     Attributes:
         shapes: labels of the rows.
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass
 class Outcome:
-    """What the workers reported.
+    """Reports of the workers.
 
     Attributes:
         machine, ceilings, power: their events, empty if none came.
@@ -155,7 +155,7 @@ class _Child:
         )  # fmt: skip
 
     def where(self) -> str:
-        """What the worker was doing last."""
+        """Job, backend and stage that the worker last reported; ``start-up`` before any."""
         if not self.last:
             return "start-up"
         return " ".join(filter(None, (self.last["job"], self.last["backend"], self.last["stage"])))

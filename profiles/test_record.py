@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 @dataclass
 class Tally:
-    """What became of the tests of a run.
+    """Results of the tests of a run.
 
     Attributes:
         passed: tests passed by file.
@@ -87,7 +87,7 @@ class Run:
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """What ``page`` wrote as JSON."""
+        """Reads the JSON that ``page`` wrote."""
         fields = json.loads(path.read_text())
         tally = fields.pop("tally")
         return cls(**fields, tally=Tally(**tally))

@@ -31,7 +31,7 @@ class KernelCase(Case):
     """One compiled variant on inputs built from its name and ``index``."""
 
     def run(self, device: Device) -> Recorded:
-        """What the variant makes of them on ``device``."""
+        """Runs the variant on them on ``device`` and records its results."""
 
         def run(variant: str, **values: Any) -> None:
             call(device, variant, **values)

@@ -41,7 +41,7 @@ Call = tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
 class Prepared:
-    """What calls by one plan with the same options launch, all of it checked."""
+    """Checked launch state that calls by one plan with the same options share."""
 
     place: int  # of the plan
     variant: PlanVariant
@@ -71,7 +71,7 @@ class Prepared:
 
 
 class Unprepared(NamedTuple):
-    """A plan that takes more than a launch: nothing is known but where it lies."""
+    """A plan that needs more than one launch: only a number for its address is cached."""
 
     place: int
 
@@ -164,6 +164,16 @@ def decode(
         TypeError, ValueError: naming the argument, what was expected and what came.
         VariantError: no compiled kernel fits and none can be compiled.
 
+    Example:
+        cache = snapmla.PagedKVCache.allocate(2, page_size=64, device="cpu")
+        table, lengths = torch.tensor([[1]]).int(), torch.tensor([3]).int()
+        kv, slots = torch.randn(3, 576).bfloat16(), torch.arange(64, 67)  # the start of page 1
+        snapmla.append_kv(cache, kv[:, :512], kv[:, 512:], slots)
+        q = torch.randn(1, 1, 16, 576).bfloat16()
+        query = snapmla.quantize_q(q[..., :512], q[..., 512:])
+        plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=1)
+        out, lse = snapmla.decode(query, cache, table, lengths, softmax_scale=192**-0.5, plan=plan)
+
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
@@ -221,7 +231,11 @@ def _parts(call: Call) -> calls.Parts:
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Of a query and a cache that are the plan's, and with it have the memory that they had."""
+    """Spans in groups: those of each result, then those of all that the kernel reads.
+
+    None if something has no plain memory, if query and cache do not fit the plan, or if the memory
+    of the plan, the cache or a quantised query has moved.
+    """
     q, cache, block_table, cache_seqlens, plan, out, lse, *_, witness = call
     if not tracing.plain(q, cache, plan):  # what has no memory is never known
         return None

@@ -26,7 +26,7 @@ TOLERANCE = 2e-2  # relative L2; FP8 P alone makes a few 1e-3 here
 
 
 def folders() -> list[Path]:
-    """What is looked at: a bundle's own variants, whatever else is searched; else all there are."""
+    """Directories to look at: a bundle's own variants alone; outside of a bundle all there are."""
     own = Path(__file__).resolve().parent / "variants"
     return [own] if (own / runtime.BUNDLE).is_file() else env.variant_dirs()
 

@@ -143,6 +143,9 @@ class PagedKVCache(launch.OverTensors):
 
         Raises:
             TypeError, ValueError: naming the argument.
+
+        Example:
+            cache = snapmla.PagedKVCache.allocate(8, page_size=64, device="cpu", dtype="fp8")
         """
         checks.integer("num_pages", num_pages, 1)
         dtype = checks.cache_dtype(dtype, "dtype", BYTES)

@@ -68,6 +68,11 @@ def convert_cache(
     Raises:
         TypeError, ValueError: naming the argument.
 
+    Example:
+        source = snapmla.PagedKVCache.allocate(2, device="cpu")
+        out = snapmla.PagedKVCache.allocate(2, device="cpu", dtype="fp8_ds_mla")
+        snapmla.convert_cache(source, out)
+
     Source: our own; FlashMLA's README describes ``fp8_ds_mla``'s tokens.
     """
     _check(source, out)

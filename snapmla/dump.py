@@ -208,7 +208,7 @@ def unpack(packed: Mapping[str, Any], device: torch.device | str = "cpu") -> Ten
 
 
 def packed(call: Dump, results: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """What ``write`` takes.  Copies to the CPU, so it waits for the device."""
+    """Packs a call for ``write``.  Copies to the CPU, so it waits for the device."""
     arguments = {
         name: pack(value, name not in WORKSPACE) if isinstance(value, Tensor) else value
         for name, value in call.arguments.items()

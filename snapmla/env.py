@@ -222,7 +222,7 @@ def kernel_wheels() -> tuple[Place, ...]:
 
 
 def _note(package: Path) -> dict[str, str]:
-    """What the build of a wheel noted: version, commit, digest of the kernels' sources; or ""."""
+    """Version, commit and digest of kernels' sources as a wheel's build noted them; "" if not."""
     try:
         found = json.loads((package / NOTE).read_text())
     except (OSError, ValueError):

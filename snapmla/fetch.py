@@ -90,6 +90,11 @@ def fetch_dequant(
     Raises:
         TypeError, ValueError: naming the argument.
 
+    Example:
+        cache = snapmla.PagedKVCache.allocate(2, page_size=64, device="cpu")
+        where = torch.tensor([64, 65], dtype=torch.int32)  # the first tokens of page 1
+        c_kv, k_rope = snapmla.fetch_dequant(cache, where)
+
     Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant); packed chunks are what chunked
     prefill in vLLM gathers (``gather_and_maybe_dequant_cache``).
     """

@@ -1,4 +1,4 @@
-"""What this installation is, what of it this machine can run, and what is missing (``collect``).
+"""Survey of this installation (``collect``): its parts, what runs here, and what is missing.
 
 Works without a GPU, without the compiler and without TVM FFI.
 """
@@ -223,7 +223,7 @@ def _numbers(capability: str) -> tuple[int, int]:
 
 
 def family(spec: VariantSpec) -> str:
-    """What a variant is counted as."""
+    """Name that a variant is counted under: its op and the axes that its family counts by."""
     return " ".join([spec.op, *(str(getattr(spec, axis)) for axis in spec.family.counted_by)])
 
 

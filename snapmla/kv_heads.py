@@ -59,7 +59,10 @@ def lengths(
     cu_seqlens_q: Tensor | None,
     row_seqlens: Tensor | None,
 ) -> Lengths:
-    """What ``plan.update_`` was given, as the planning kernel takes it; row_seqlens flat."""
+    """Converts the tables that ``plan.update_`` was given for the planning kernel.
+
+    Each KV head becomes a sequence of its own, and ``row_seqlens`` becomes flat.
+    """
     heads = plan.num_kv_heads
     own = _each(cache_seqlens, heads)
     if cu_seqlens_q is None:

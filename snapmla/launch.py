@@ -1,4 +1,4 @@
-"""What launches share: whether tensors are together, and arguments that are converted once.
+"""Helpers that launches share: checks where tensors lie, and arguments converted once.
 
 The exported functions launch on their tensors' device, whichever is current, and on torch's current
 stream there; they put the caller's device back, or leave the thread without a context if it had
@@ -70,12 +70,12 @@ def allocator(device: torch.device) -> Allocator:
 
 
 def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
-    """Makes a check: are other tensors like these, each in its turn, wherever they lie?
+    """Makes a check: do other tensors, each in its turn, have the metadata of these?
 
-    Of the same class, device, dtype, shape and strides, with no bit of ``torch``'s (negative,
-    conjugate, inference) that these lack; never true of one tensor in two places: ask for each once
-    (``Places``).  By what guards compiled code of torch: one call, which takes 0.1 us a tensor,
-    half of asking each.
+    Class, device, dtype, shape and strides must be equal; addresses may differ.  False if a flag of
+    ``torch`` (negative, conjugate, inference) differs, or if one tensor is passed twice: pass each
+    once (``Places``).  Uses the guards of torch's compiled code: one call, which takes 0.1 us a
+    tensor, half of comparing each here.
     """
     guards = getattr(_guards, "TensorGuards", None)
     if guards is not None:
@@ -109,7 +109,7 @@ class Places(NamedTuple):
 
 
 def _form(value: object) -> tuple[Any, ...]:
-    """What ``alike`` compares."""
+    """Metadata of a tensor that ``alike`` compares; of anything else its type."""
     if not isinstance(value, torch.Tensor):
         return (type(value),)
     form = type(value), value.device, value.dtype, value.shape, value.stride()
@@ -150,7 +150,7 @@ NOWHERE = -1
 
 
 def begin_of(tensor: torch.Tensor, asked: torch.Tensor | None = None) -> Begin:
-    """What to ask for the address of ``tensor``, and the address today.
+    """(function that returns the address of ``tensor``, that address now).
 
     Args:
         asked: one that begins at the same byte, and is asked in its place.
@@ -236,7 +236,7 @@ class _View(NamedTuple):
 
 
 def _made_of(value: Any) -> dict[str, Any]:
-    """What a dataclass was made of, by name."""
+    """Values of a dataclass' fields that its constructor takes, by name."""
     return {f.name: getattr(value, f.name) for f in fields(value) if f.init}
 
 

@@ -76,6 +76,11 @@ def merge_state(
     Raises:
         TypeError, ValueError: naming the argument.
 
+    Example:
+        out_a, out_b = torch.randn(2, 1, 1, 16, 512).bfloat16()
+        lse_a, lse_b = torch.randn(2, 1, 16, 1)
+        out, lse = snapmla.merge_state(out_a, lse_a, out_b, lse_b)
+
     Source: online softmax (Milakov and Gimelshein); the names are FlashInfer's.
     """
     call = Merge((out_a, out_b), (lse_a, lse_b), "pair", _factor(lse_base), out, lse)
@@ -111,6 +116,10 @@ def merge_states(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Example:
+        outs, lses = torch.randn(3, 1, 1, 16, 512).bfloat16(), torch.randn(3, 1, 16, 1)
+        out, lse = snapmla.merge_states(outs, lses)  # three parts
 
     Source: as ``merge_state``.
     """

@@ -46,11 +46,11 @@ def capacity(metadata: torch.Tensor) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _kept_workspace(
-    device: torch.device, stream: int, parts: int, unit_rows: int, cache_dtype: str
+    device: torch.device, stream: int, parts: int, unit_rows: int, format: str
 ) -> Pair:
     """Partial results of one stream."""
     nothing = torch.empty(0, device=device)
-    return decode_plan.new_workspace(nothing, 2 * parts, unit_rows, cache_dtype)
+    return decode_plan.new_workspace(nothing, 2 * parts, unit_rows, format)
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -67,12 +67,12 @@ def workspace(
     stream: int | None,
     parts: int,
     unit_rows: int,
-    cache_dtype: str = decode_plan.FP8,
+    format: str = decode_plan.FP8,
 ) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
-        return decode_plan.new_workspace(metadata, 2 * parts, unit_rows, cache_dtype)
-    return _kept_workspace(metadata.device, stream, parts, unit_rows, cache_dtype)
+        return decode_plan.new_workspace(metadata, 2 * parts, unit_rows, format)
+    return _kept_workspace(metadata.device, stream, parts, unit_rows, format)
 
 
 def covered(
@@ -148,7 +148,11 @@ class PairPlan(decode_plan.DecodePlan):
         self._check_covered(cache_seqlens.tolist())
 
     def _check_covered(self, lengths: list[int]) -> None:
-        """That the tables are of one pair; ``lengths`` are those that were planned for."""
+        """Raises ValueError if the tables, not being of one pair, leave a sequence uncovered.
+
+        Args:
+            lengths: of the sequences, as they were planned.
+        """
         most = self.max_pages * self.page_size
         tiles = [-(-min(max(n, 0), most) // self.token_tile) for n in lengths]
         found = covered(
@@ -361,7 +365,7 @@ def _check_apart(metadata: torch.Tensor, num_splits: torch.Tensor, lengths: torc
 def step_numbers(
     device: torch.device, batch: int, rows: int, spec: VariantSpec, unit_rows: int
 ) -> decode_plan.PlanNumbers:
-    """Of a plan for FlashMLA's callers, whose block table and causality are not known yet.
+    """Planning numbers for FlashMLA's callers, made before block table and causality are known.
 
     Args:
         batch: requests, at least one.

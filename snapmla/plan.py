@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from dsl_kernels.cache_records import rows16
 from dsl_kernels.dims import ITEM_WORDS
-from dsl_kernels.families.formats import DEFAULT, FORMATS, Format
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, tracing
@@ -19,6 +20,7 @@ from snapmla.decode_plan import DecodePlan, new_workspace, unit_capacity
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
 MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
+ROW_FORMATS = (rows16.BF16.name, rows16.F16.name)  # ``format`` takes dtypes and these
 MAX_STRETCHES = 4  # of a part whose items must not be too long (``Format.longest_item``)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
@@ -99,8 +101,9 @@ def plan_decode(
     fixed_split_tokens: int | None = None,
     check_stale: bool | None = None,
     accuracy: str = "standard",
-    cache_dtype: str | torch.dtype = DEFAULT,
+    cache_dtype: str | torch.dtype = checks.UNSAID,
     num_kv_heads: int = 1,
+    format: str | torch.dtype | None = None,
 ) -> DecodePlan:
     """Plans one decode step on the device of ``cache_seqlens``; share it between layers.
 
@@ -157,9 +160,11 @@ def plan_decode(
             ``etap`` sums softmax weights as two e4m3 terms instead, which does not mend logits.
             There is ``standard`` alone with a 16-bit cache, whose products have 16 bits, and on
             SM100.
-        cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
-            ``fp8``, torch.bfloat16, torch.float16, or the name of a format of bytes, such as
-            ``fp8_ds_mla``, whose kernels are compiled when they are asked for.
+        format: of the cache that ``decode`` will get: ``fp8`` (the default), ``bf16``, ``f16`` (or
+            torch's dtype), or a format of bytes, such as ``fp8_ds_mla``, whose kernels are compiled
+            when they are asked for.  ``cache.format`` says it.
+        cache_dtype: older name of ``format``, which takes 16 bits as torch's dtype alone; give one
+            of the two.
         num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
             num_kv_heads, read KV head j.
 
@@ -170,6 +175,12 @@ def plan_decode(
         TypeError, ValueError: naming the argument.
         VariantError: the planning kernel is not there.
 
+    Example:
+        lengths = torch.tensor([1000, 64], dtype=torch.int32)
+        plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=32)
+        plan.update_(lengths + 1)  # the next step
+        print(plan.explain())
+
     Source: as ``DecodePlan``; the kernel is chosen by ``snapmla.dispatch``.
     """
     if tracing.by_dynamo():
@@ -179,26 +190,33 @@ def plan_decode(
             num_parts=num_parts, pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
             check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=num_kv_heads, format=format,
         )  # fmt: skip
     options = PlanOptions(
         num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
         pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
         fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-        check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
-        num_kv_heads=num_kv_heads,
+        check_stale=check_stale, accuracy=accuracy, num_kv_heads=num_kv_heads,
+        format=checked_format(format, cache_dtype),
     )  # fmt: skip
     shape = StepShape(s_q, max_pages, total_q)
     return make_plan(options, new_workspace, cache_seqlens, shape, cu_seqlens_q, row_seqlens)
 
 
+def checked_format(format: str | torch.dtype | None, cache_dtype: str | torch.dtype) -> str:
+    """Name of the cache's format that ``plan_decode`` was given, by either argument; checks it."""
+    name, value = checks.given_format(format, cache_dtype)
+    known = DECODED_BYTES if format is None else (*ROW_FORMATS, *DECODED_BYTES)
+    return checks.format_named(checks.cache_dtype(value, name, known))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What the plans of a model have in common: arguments of ``plan_decode``, checked as far as
-    they can be without a device.
+    """Arguments of ``plan_decode`` that all plans of a model share; checked, but for what needs a
+    device.
 
     Attributes:
-        cache_name: ``cache_dtype`` as variants' names and plans have it: the name of a format.
+        format: name of the cache's format, checked (``checked_format``).
     """
 
     num_heads: int
@@ -212,16 +230,13 @@ class PlanOptions:
     fixed_split_tokens: int | None = None
     check_stale: bool | None = None
     accuracy: str = "standard"
-    cache_dtype: str | torch.dtype = DEFAULT
+    format: str = DEFAULT
     num_kv_heads: int = 1
-    cache_name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
-        object.__setattr__(self, "cache_dtype", self._checked_cache_dtype())
-        object.__setattr__(self, "cache_name", checks.format_named(self.cache_dtype))
         object.__setattr__(self, "page_size", self._checked_page_size())
-        checks.kv_heads(self.num_kv_heads, self.num_heads, self.cache_name)
+        checks.kv_heads(self.num_kv_heads, self.num_heads, self.format)
         checks.flag("causal", self.causal)
         if self.check_stale is not None:
             checks.flag("check_stale", self.check_stale)
@@ -232,18 +247,9 @@ class PlanOptions:
         if self.fixed_overhead is not None:
             checks.integer("fixed_overhead", self.fixed_overhead, 0, 1 << 16)
 
-    def _checked_cache_dtype(self) -> str | torch.dtype:
-        """What the cache holds."""
-        return cast("str | torch.dtype", checks.cache_dtype(self.cache_dtype, more=DECODED_BYTES))
-
     def _checked_page_size(self) -> int:
         """Tokens that an entry of the table names."""
-        return checks.page_size_of(self.cache_name, self.page_size)
-
-    @property
-    def format(self) -> Format:
-        """Format in which the cache stores tokens."""
-        return FORMATS[self.cache_name]
+        return checks.page_size_of(self.format, self.page_size)
 
     @property
     def group(self) -> int:
@@ -261,7 +267,7 @@ class PlanOptions:
         """
         spec = dispatch.choose(
             device, self.group, s_q, self.page_size, pipeline=self.pipeline,
-            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
+            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.format,
         )  # fmt: skip
         if self.fixed_split_tokens is not None:
             _split_tiles(self.fixed_split_tokens, spec.token_tile)
@@ -294,7 +300,7 @@ class StepShape(NamedTuple):
     full: bool = False
 
 
-# (cache_seqlens, slots, unit_rows, cache_dtype) -> (o_accum, lse_accum)
+# (cache_seqlens, slots, unit_rows, format) -> (o_accum, lse_accum)
 Workspaces = Callable[[torch.Tensor, int, int, str], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -335,7 +341,7 @@ def make_plan(
         num_parts = options.parts(device, unit_rows, units, spec)
     max_tiles = -(-max_pages * page_size // token_tile)
     longest, stretches = 0, 1
-    most = options.format.longest_item or dispatch.longest_item(spec)
+    most = FORMATS[options.format].longest_item or dispatch.longest_item(spec)
     if most and not split_tiles:
         longest = most // token_tile
         if max_tiles > longest:
@@ -356,7 +362,7 @@ def make_plan(
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)
 
-    o_accum, lse_accum = workspace(cache_seqlens, slots, unit_rows, options.cache_name)
+    o_accum, lse_accum = workspace(cache_seqlens, slots, unit_rows, options.format)
     ragged, stale = queries.s_q is None, options.check_stale
     plan = made(
         work_items=ints(items, ITEM_WORDS),
@@ -384,7 +390,7 @@ def make_plan(
         split_tiles=split_tiles,
         check_stale=env.CHECK_PLAN.enabled() if stale is None else bool(stale),
         p_terms=dict(spec.values).get("p_terms", 1),
-        cache_dtype=options.cache_name,
+        cache_dtype=options.format,
         num_kv_heads=kv_heads,
         longest_item=longest,
         max_stretches=stretches,

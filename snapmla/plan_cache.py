@@ -18,7 +18,7 @@ import torch
 
 from snapmla import checks, launch, tracing
 from snapmla.decode_plan import TENSORS, DecodePlan, new_workspace, partial_rows
-from snapmla.plan import PlanOptions, StepShape, Workspaces, make_plan
+from snapmla.plan import PlanOptions, StepShape, Workspaces, checked_format, make_plan
 
 MOST_UNPINNED = 64  # tables of some 10 KB each
 
@@ -30,7 +30,7 @@ COUNT = frozenset({int, type(None)})
 
 
 class Stats(NamedTuple):
-    """What ``PlanCache.stats`` says."""
+    """Contents of a plan cache, as its ``stats`` counts them."""
 
     plans: int
     pinned: int
@@ -48,8 +48,7 @@ def counted(key: Key) -> Key | None:
 
 
 class Plans(Generic[P]):
-    """What caches of plans have in common: plans by shape, pinned or by last use, over one
-    workspace.
+    """Base of plan caches: keeps plans by shape, pinned or by last use, over one workspace.
 
     Raises:
         TypeError, ValueError: from the methods, naming the argument.
@@ -152,10 +151,10 @@ class Plans(Generic[P]):
 
     def _room_for(self, like: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A workspace of one slot of so many rows."""
-        return new_workspace(like, 1, rows, self._options.cache_name)
+        return new_workspace(like, 1, rows, self._options.format)
 
     def _workspace(
-        self, like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
+        self, like: torch.Tensor, slots: int, unit_rows: int, format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Workspace for a new plan: the front of the one that all share; the lock is held."""
         o_accum, lse_accum = self._buffers
@@ -163,7 +162,7 @@ class Plans(Generic[P]):
         if rows > room:
             self._buffers = o_accum, lse_accum = self._room_for(like, max(rows, 2 * room))
         return (
-            o_accum[0, :rows].view(slots, unit_rows, partial_rows(cache_dtype)[1]),
+            o_accum[0, :rows].view(slots, unit_rows, partial_rows(format)[1]),
             lse_accum[0, :rows].view(slots, unit_rows),
         )
 
@@ -190,7 +189,7 @@ class Plans(Generic[P]):
                 self._keep(key, self._pinned.pop(key), pin=False)
 
     def stats(self) -> Stats:
-        """What the cache holds: (plans, pinned, bytes).
+        """Counts what the cache holds: (plans, pinned, bytes).
 
         Returns:
             Plans, pinned ones included; those of them that are pinned; bytes of device memory of
@@ -222,7 +221,7 @@ class Plans(Generic[P]):
         return f"{type(self).__name__}({self._model()}, {self._device}: {what})"
 
     def _model(self) -> str:
-        """What all plans are for."""
+        """The model that all plans are for, in words for ``repr``."""
         return f"{self._options.num_heads} heads, pages of {self._options.page_size}"
 
 
@@ -265,11 +264,18 @@ class PlanCache(Plans[DecodePlan]):
         device: of all tensors; ``cpu`` is the software GPU.
         capacity: plans that are kept without being pinned, 1 or more.
         causal, num_parts, pipeline, row_tile, row_blocks, fixed_overhead, fixed_split_tokens,
-            check_stale, accuracy, cache_dtype, num_kv_heads: of all plans, as in ``plan_decode``.
+            check_stale, accuracy, format, cache_dtype, num_kv_heads: of all plans, as in
+            ``plan_decode``.
 
     Raises:
         TypeError, ValueError: naming the argument.
         VariantError: no decode kernel exists for the device.
+
+    Example:
+        plans = snapmla.PlanCache(16, page_size=64, device="cpu")
+        lengths = torch.tensor([1000, 64], dtype=torch.int32)
+        plan = plans.get(lengths, 1, max_pages=32)
+        assert plans.get(lengths + 1, 1, max_pages=32) is plan  # updated in place
 
     Source: our own; the FlashInfer backends of SGLang and vLLM keep wrappers by captured batch size
     in the same way.
@@ -291,15 +297,16 @@ class PlanCache(Plans[DecodePlan]):
         fixed_split_tokens: int | None = None,
         check_stale: bool | None = None,
         accuracy: str = "standard",
-        cache_dtype: str | torch.dtype = "fp8",
+        cache_dtype: str | torch.dtype = checks.UNSAID,
         num_kv_heads: int = 1,
+        format: str | torch.dtype | None = None,
     ) -> None:
         options = PlanOptions(
             num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
             pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-            check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
-            num_kv_heads=num_kv_heads,
+            check_stale=check_stale, accuracy=accuracy, num_kv_heads=num_kv_heads,
+            format=checked_format(format, cache_dtype),
         )  # fmt: skip
         super().__init__(options, device, capacity)
 

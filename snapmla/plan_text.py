@@ -66,7 +66,7 @@ def _even(plan: DecodePlan) -> list[int]:
 
 
 def _kv_heads(plan: DecodePlan) -> list[str]:
-    """What a sequence of the tables is with several KV heads."""
+    """Line that says which KV head a sequence of the tables is, if there are several."""
     if plan.num_kv_heads == 1:
         return []
     return [
@@ -82,7 +82,7 @@ def _tokens(plan: DecodePlan) -> str:
 
 
 def _units(plan: DecodePlan, units: list[int]) -> list[str]:
-    """What a unit is, where one is not a sequence."""
+    """Lines about units that are not whole sequences, and about tokens that rows see."""
     lines = []
     if plan.units.shape[0]:
         lines.append(
@@ -99,7 +99,7 @@ def _units(plan: DecodePlan, units: list[int]) -> list[str]:
 def _damage(
     plan: DecodePlan, items: list[Item], begin: list[int], slots_of: list[int], units: list[int]
 ) -> Iterator[str]:
-    """What no planning kernel writes: entries out of range or out of order."""
+    """Yields a sentence for each entry out of range or order, which no planning kernel writes."""
     for name, values, most in (
         ("part_begin", begin, len(items)),
         ("split_begin", slots_of, plan.o_accum.shape[0]),

@@ -201,6 +201,11 @@ def append_kv(
     Raises:
         TypeError, ValueError: naming the argument.
 
+    Example:
+        cache = snapmla.PagedKVCache.allocate(2, page_size=64, device="cpu")
+        kv, slots = torch.randn(3, 576).bfloat16(), torch.arange(64, 67)  # the start of page 1
+        snapmla.append_kv(cache, kv[:, :512], kv[:, 512:], slots)
+
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
     (docs/numerics.md).  Of ``fp8_ds_mla`` vLLM's ``concat_and_cache_mla``.
     """
@@ -385,6 +390,10 @@ def quantize_q(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Example:
+        q = torch.randn(2, 1, 16, 576).bfloat16()
+        query = snapmla.quantize_q(q[..., :512], q[..., 512:])
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant).
     """

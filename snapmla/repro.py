@@ -31,7 +31,7 @@ LN2 = math.log(2.0)
 
 @dataclass
 class Outcome:
-    """What came of a call that was run again.
+    """Result of running a call again.
 
     Attributes:
         results: what it wrote, by name; empty if it raised.
@@ -106,7 +106,7 @@ def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Ou
 
 
 def _reference_of(spec: VariantSpec) -> Callable[[VariantSpec, Dump], tuple[str, bool]] | None:
-    """What compares a variant's results with the truth, None if nothing does."""
+    """Function that compares a variant's results with the truth; None if there is none."""
     if spec.op == "sparse_decode":
         return against_sparse_reference
     return registry.named(spec.family.reference) if spec.family.reference else None

@@ -58,6 +58,12 @@ def rope_append_kv(
     Raises:
         TypeError, ValueError: naming the argument.
 
+    Example:
+        cache = snapmla.PagedKVCache.allocate(2, page_size=64, device="cpu")
+        kv, table = torch.randn(3, 576).bfloat16(), torch.randn(8, 64)  # 32 cosines, 32 sines
+        slots, positions = torch.arange(64, 67), torch.arange(3)
+        snapmla.rope_append_kv(cache, kv[:, :512], kv[:, 512:], slots, positions, table)
+
     Source: vLLM's ``concat_and_cache_mla_rope_fused``, with SnapMLA's quantisation (paper, section
     3.3.1) and ``DeepseekV3RMSNorm``.
     """
@@ -283,6 +289,11 @@ def rope_quantize_q(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Example:
+        q, table = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(8, 64)  # 32 cosines, 32 sines
+        positions = torch.tensor([5, 7])
+        query = snapmla.rope_quantize_q(q[..., :512], q[..., 512:], positions, table)
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant), behind the rotary embedding of an engine.
     """

@@ -158,7 +158,7 @@ def kernel(spec: VariantSpec, device_type: str) -> Kernel:
 
 
 def _watched(spec: VariantSpec, loaded: Kernel) -> Kernel:
-    """What callers get: the function itself, unless ``SNAPMLA_LOG`` or ``SNAPMLA_DUMP`` is set."""
+    """Wraps a loaded kernel if ``SNAPMLA_LOG`` or ``SNAPMLA_DUMP`` is set; else returns it."""
     if not env.LOG.enabled() and not env.DUMP.get():
         return loaded
     from snapmla import watch
@@ -425,7 +425,7 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
 def _refused(
     spec: VariantSpec, artifact: Artifact | None, wrong: Damage | None, refusal: str, library: bool
 ) -> str:
-    """What to say of a variant that cannot be used as it is, where compiling is out."""
+    """Message about a variant that cannot be used as it is, if compiling is refused."""
     if wrong is not None and (wrong.path.parent / BUNDLE).is_file():
         return f"{wrong}, and {refusal}: unpack the bundle again"
     if wrong is not None:
@@ -505,7 +505,7 @@ def _codegen_is_ours() -> bool:
 
 
 def _no_kernel(spec: VariantSpec) -> str:
-    """What to say of a spec that no kernel module builds."""
+    """Message about a spec that no kernel module builds."""
     what = f"{spec.arch} {spec.op} kernel"
     if (pipeline := dict(spec.values).get("pipeline")) is not None:
         what += f" of pipeline {pipeline}"
@@ -586,7 +586,7 @@ def compile_variant(spec: VariantSpec) -> Artifact:
 
 
 def _killed(code: int) -> str:
-    """What to say of a compiler whose exit status is a signal, or nothing."""
+    """Message about a compiler that a signal ended; empty if none did."""
     if code >= 0:
         return ""
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

@@ -95,7 +95,7 @@ def functionalises() -> bool:
 
 
 def storage_of(value: torch.Tensor) -> int | None:
-    """What tells a tensor's memory from another's, None for a stand-in of which nothing does.
+    """Number that tells a tensor's memory from another's; None for a stand-in that has none.
 
     A FakeTensor has no address, but shares a storage wherever the tensor it stands for does.  None
     under torch.compile and torch.export, which make new values of what is written and would lose

@@ -113,7 +113,7 @@ def _dump_options() -> tuple[str, int]:
 
 
 class _Written:
-    """What this process wrote: bytes, and a number for each file."""
+    """Counters of this process: bytes that it wrote, and a number for each file."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -249,7 +249,7 @@ def _has_new_nan(now: Tensor, before: Tensor) -> bool:
 
 
 def _facts(device: torch.device) -> dict[str, str]:
-    """What a reader wants to know of the place of a call."""
+    """Facts for the reader of a dump: where, when and by which versions the call ran."""
     cuda = device.type == "cuda"
     return {
         "snapmla": __version__,

@@ -21,7 +21,7 @@ import torch
 
 from dsl_kernels.cache_records import rows16
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla.checks.messages import (  # noqa: F401 (called as checks.NAME)
     ADVICE,
@@ -143,6 +143,23 @@ def cache_dtype(value: Any, name: str = "cache_dtype", more: Sequence[str] = ())
     hint = "'fp8' is float8_e4m3fn with a scale a token; 16 bits are given as torch's dtype"
     choice(name, value, ("fp8", *ROWS, *more), hint)
     return value
+
+
+class Unsaid(str):
+    """Default of an argument; identity alone tells it from an equal value that a caller gave."""
+
+
+UNSAID = Unsaid(DEFAULT)  # default of ``cache_dtype`` in calls that take ``format`` beside it
+
+
+def given_format(format: Any, cache_dtype: Any) -> tuple[str, Any]:
+    """(name, value) of the argument that says a cache's format; ValueError if both are given."""
+    if format is None:
+        return "cache_dtype", DEFAULT if cache_dtype is UNSAID else cache_dtype
+    if cache_dtype is not UNSAID:
+        hint = "they mean the same: leave out cache_dtype"
+        value_error("format", "one of format and cache_dtype", "both", hint)
+    return "format", format
 
 
 def format_of(content: torch.Tensor) -> str:

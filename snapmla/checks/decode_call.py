@@ -125,7 +125,7 @@ def planned(
         row_seqlens=limits,
         causal=causal,
         pipeline=pipeline,
-        cache_dtype=cache.format if FORMATS[cache.format].named else cache.dtype,
+        format=cache.format,
         num_kv_heads=cache.num_kv_heads,
     )
 

@@ -9,7 +9,7 @@ import torch
 from dsl_kernels.families.formats import DEFAULT, FORMATS
 from snapmla import checks, dispatch, runtime
 
-FP8 = DEFAULT  # ``cache_dtype`` of a plan, the name of a format
+FP8 = DEFAULT  # format of a cache, by name
 DTYPES = checks.DTYPES
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -27,7 +27,7 @@ class PlanVariant:
     page_size: int
     kernels: dict[torch.dtype, runtime.Kernel] = field(default_factory=dict, repr=False)
     p_terms: int = 1
-    cache_dtype: str = FP8
+    format: str = FP8
 
     @staticmethod
     def of(
@@ -36,17 +36,17 @@ class PlanVariant:
         row_tile: int,
         page_size: int,
         p_terms: int = 1,
-        cache_dtype: str = FP8,
+        format: str = FP8,
     ) -> PlanVariant:
         """The object of these values, made at their first use."""
         values = (device, pipeline, row_tile, page_size)
-        made = PlanVariant(*values, p_terms=p_terms, cache_dtype=cache_dtype)
-        return _variants.setdefault((*values, p_terms, cache_dtype), made)
+        made = PlanVariant(*values, p_terms=p_terms, format=format)
+        return _variants.setdefault((*values, p_terms, format), made)
 
     @property
     def out_dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes that its kernels write; the first is that of an allocated ``out``."""
-        return tuple(DTYPES[name] for name in FORMATS[self.cache_dtype].results)
+        return tuple(DTYPES[name] for name in FORMATS[self.format].results)
 
     def kernel(self, out_dtype: torch.dtype) -> runtime.Kernel:
         """The exported function that writes ``out_dtype``, loaded once."""
@@ -55,7 +55,7 @@ class PlanVariant:
             checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
         arch, name = runtime.arch_of(self.device), NAMES[out_dtype]
         choices = arch, self.pipeline, self.row_tile, self.page_size, name, self.p_terms
-        spec = dispatch.op_of(self.cache_dtype).spec(*choices)
+        spec = dispatch.op_of(self.format).spec(*choices)
         self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
         return self.kernels[out_dtype]
 

@@ -23,20 +23,20 @@ def unit_capacity(batch: int, s_q: int | None, total_q: int, num_heads: int, uni
 _PARTIAL_ROWS = {"f16": (torch.float16, PARTIAL_ROW), "f32": (torch.float32, KV_LORA_RANK)}
 
 
-def partial_rows(cache_dtype: str) -> tuple[torch.dtype, int]:
+def partial_rows(format: str) -> tuple[torch.dtype, int]:
     """(dtype, elements) of a partial row of attention over a cache of a format."""
-    return _PARTIAL_ROWS[FORMATS[cache_dtype].partial]
+    return _PARTIAL_ROWS[FORMATS[format].partial]
 
 
 def new_workspace(
-    like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
+    like: torch.Tensor, slots: int, unit_rows: int, format: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised (o_accum, lse_accum) on the device of ``like``.
 
     Args:
-        cache_dtype: as of a plan.
+        format: name of the cache's format.
     """
-    dtype, width = partial_rows(cache_dtype)
+    dtype, width = partial_rows(format)
     return (
         like.new_empty((slots, unit_rows, width), dtype=dtype),
         like.new_empty((slots, unit_rows), dtype=torch.float32),

@@ -308,6 +308,10 @@ def explain(
         TypeError, ValueError: naming the argument.
         UnsupportedDeviceError: no kernels are built for the device.
 
+    Example:
+        found = snapmla.explain(16, 1, batch=64, seqlen=8192, card="H200")
+        print(found)  # all candidates; found.chosen is the one that is used
+
     Source: roof and tile counts follow the SnapMLA paper's Eq. 7.
     """
     checks.num_heads(num_heads)
@@ -367,8 +371,8 @@ def _sparse_problem(
     )  # fmt: skip
 
 
-def sparse_cache_name(cache_dtype: str | torch.dtype) -> str:
-    """The format that ``cache_dtype`` means for sparse attention.  Raises ValueError if none."""
-    value = DEFAULT if cache_dtype is checks.FP8 else cache_dtype
-    checks.choice("cache_dtype", value, tuple(SPARSE_OPS))
+def sparse_cache_name(given: str | torch.dtype, name: str = "cache_dtype") -> str:
+    """Name of the format that argument ``name`` means for sparse attention; ValueError if none."""
+    value = DEFAULT if given is checks.FP8 else given
+    checks.choice(name, value, tuple(SPARSE_OPS), "the cache's attribute format says it")
     return str(value)

@@ -468,6 +468,6 @@ def _made(call: Call) -> decode_plan.DecodePlan:
     shape = _shape(call).known()
     return plan_decode(
         lengths, shape.num_heads, shape.s_q, page_size=shape.page_size, max_pages=table.shape[1],
-        causal=bool(causal) and shape.s_q > 1, cache_dtype=q.dtype,
+        causal=bool(causal) and shape.s_q > 1, format=q.dtype,
         num_kv_heads=shape.num_kv_heads,
     )  # fmt: skip

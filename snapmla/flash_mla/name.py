@@ -60,6 +60,10 @@ def install_as_flash_mla(*, tensors: bool = False) -> types.ModuleType:
         SnapMLAError: another distribution, which it names, brings that module, or something else
             has been imported by that name.
 
+    Example:
+        snapmla.install_as_flash_mla()
+        from flash_mla import flash_mla_with_kvcache  # snapmla's
+
     Source: our own; the names are FlashMLA's.
     """
     checks.flag("tensors", tensors)

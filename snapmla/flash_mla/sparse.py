@@ -315,7 +315,7 @@ def _new(shape: Shape, own: bool) -> Plan:
     if shape.extra_topk:
         topk = two_lists.whole_tiles(topk) + shape.extra_topk
     lengths = torch.full((shape.b,), topk, dtype=torch.int32, device=shape.device)
-    options = SparseOptions(num_heads=shape.heads, cache_dtype=shape.cache_dtype)
+    options = SparseOptions(num_heads=shape.heads, format=shape.cache_dtype)
     step = StepShape(shape.s_q, topk, None, full=True)
     workspace = new_workspace if own else functools.partial(_workspace, shape)
     made = make_plan(options, workspace, lengths, step, None, None, made=SparsePlan)

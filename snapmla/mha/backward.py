@@ -228,6 +228,15 @@ def mha_prefill_backward(
         VariantError: the device's architecture has no kernel, or the variants, which are built when
             they are asked for, are not there; the text says how to build them.
 
+    Example:
+        q, k, v = (torch.randn(5, 2, n).bfloat16() for n in (192, 192, 128))
+        begins = torch.tensor([0, 3, 5], dtype=torch.int32)  # two prompts, of 3 and 2 tokens
+        out, lse = snapmla.mha_prefill(q, k, v, begins, begins, 3, 3)
+        dout = torch.ones_like(out)
+        dq, dk, dk_rope, dv = snapmla.mha_prefill_backward(
+            dout, q, k, v, out, lse, begins, begins, 3, 3
+        )
+
     Source: our own two-kernel form; FlashAttention-2 (Dao) has the equations.
     """
     call = Backward(

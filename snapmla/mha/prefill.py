@@ -121,6 +121,11 @@ def mha_prefill(
             or beside ``out``, ``lse`` or ``workspace``.
         VariantError: the device's architecture has no kernel; the text says what serves there.
 
+    Example:
+        q, k, v = (torch.randn(5, 2, n).bfloat16() for n in (192, 192, 128))
+        begins = torch.tensor([0, 3, 5], dtype=torch.int32)  # two prompts, of 3 and 2 tokens
+        out, lse = snapmla.mha_prefill(q, k, v, begins, begins, 3, 3)
+
     Source: FlashAttention (Dao); the contract is FlashMLA's ``flash_attn_varlen_func``.
     """
     call = Mha(

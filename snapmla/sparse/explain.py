@@ -124,6 +124,9 @@ def explain_prefill(
     Raises:
         TypeError, ValueError: naming the argument.
 
+    Example:
+        print(snapmla.explain_prefill(8192, 2048, 128, card="H200"))
+
     Source: our own measurements, as named above.
     """
     tokens = checks.integer("tokens", tokens, 1, MAX_TOKENS)

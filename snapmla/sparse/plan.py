@@ -26,7 +26,7 @@ class SparseVariant(PlanVariant):
             checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
         arch = runtime.arch_of(self.device)
         spec = sparse_spec(
-            arch, self.row_tile, NAMES[out_dtype], self.p_terms, cache=self.cache_dtype,
+            arch, self.row_tile, NAMES[out_dtype], self.p_terms, cache=self.format,
             pipeline=self.pipeline,
         )  # fmt: skip
         self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
@@ -103,10 +103,6 @@ class SparseOptions(PlanOptions):
     page_size: int = 1
     causal: bool = False
 
-    def _checked_cache_dtype(self) -> str:
-        """A format that sparse attention reads."""
-        return dispatch.sparse_cache_name(self.cache_dtype)
-
     def _checked_page_size(self) -> int:
         """An entry of ``indices`` names one token."""
         return checks.integer("page_size", self.page_size, 1, 1)
@@ -120,7 +116,7 @@ class SparseOptions(PlanOptions):
         known = size is not None and isinstance(size.batch, int) and isinstance(size.seqlen, int)
         return dispatch.choose_sparse(
             dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
-            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.cache_name,
+            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.format,
             size=size if known and self.fixed_split_tokens is None else None,
         )  # fmt: skip
 
@@ -166,7 +162,7 @@ def variant_of(
     Args:
         cache: its format.
     """
-    made = SparseVariant(device, pipeline, row_tile, 1, p_terms=p_terms, cache_dtype=cache)
+    made = SparseVariant(device, pipeline, row_tile, 1, p_terms=p_terms, format=cache)
     return _variants.setdefault((device, pipeline, row_tile, p_terms, cache), made)
 
 
@@ -221,13 +217,22 @@ def plan_sparse_decode(  # type: ignore[overload-overlap]  # "bf16" is a str, to
 
 
 @overload
+def plan_sparse_decode(  # type: ignore[overload-overlap]
+    num_heads: int, s_q: int | None = ..., *, topk: int, topk_length: torch.Tensor | None = ...,
+    batch: int | None = ..., device: torch.device | str | int | None = ...,
+    num_parts: int | None = ..., row_tile: int | None = ..., fixed_split_tokens: int | None = ...,
+    check_stale: bool | None = ..., format: Literal["bf16"],
+) -> SparseRowsPlan: ...  # fmt: skip
+
+
+@overload
 def plan_sparse_decode(
     num_heads: int, s_q: int | None = ..., *, topk: int, topk_length: torch.Tensor | None = ...,
     batch: int | None = ..., device: torch.device | str | int | None = ...,
     cu_seqlens_q: torch.Tensor | None = ..., total_q: int | None = ..., num_parts: int | None = ...,
     pipeline: str | None = ..., row_tile: int | None = ..., fixed_overhead: int | None = ...,
     fixed_split_tokens: int | None = ..., check_stale: bool | None = ..., accuracy: str = ...,
-    cache_dtype: str | torch.dtype = ...,
+    cache_dtype: str | torch.dtype = ..., format: str | torch.dtype | None = ...,
 ) -> SparsePlan: ...  # fmt: skip
 
 
@@ -248,7 +253,8 @@ def plan_sparse_decode(
     fixed_split_tokens: int | None = None,
     check_stale: bool | None = None,
     accuracy: str = "standard",
-    cache_dtype: str | torch.dtype = DEFAULT,
+    cache_dtype: str | torch.dtype = checks.UNSAID,
+    format: str | torch.dtype | None = None,
 ) -> SparsePlan | SparseRowsPlan:
     """Plans ``decode(..., indices=)``; share the plan between the layers of a step.
 
@@ -286,11 +292,12 @@ def plan_sparse_decode(
             ``snapmla.testing.record_qk.bounds``: at most 3.4e-2 of the largest logit's sum of
             magnitudes; what rounding the query costs is beside that (docs/numerics.md).  These
             kernels are compiled when they are asked for.
-        cache_dtype: format of the cache that ``decode`` will get: ``fp8``; ``fp8_ds_mla``, rows of
-            656 bytes; ``fp8_v4``, DeepSeek V4's pages; ``fp8_v41_planar``, ``fp8_v41_rows``,
+        format: of the cache that ``decode`` will get: ``fp8``; ``fp8_ds_mla``, rows of 656 bytes;
+            ``fp8_v4``, DeepSeek V4's pages; ``fp8_v41_planar``, ``fp8_v41_rows``,
             ``fp8_nope``, tokens of 528 bytes; or ``bf16`` (torch.bfloat16), whose plan depends on
             shapes alone: with it go ``topk_length`` for its batch, ``num_parts``, ``row_tile``,
             ``fixed_split_tokens``; ragged query tokens are sequences of one token there.
+        cache_dtype: older name of ``format``; give one of the two.
 
     Returns:
         The plan; a ``SparseRowsPlan`` of a BF16 cache.
@@ -298,6 +305,10 @@ def plan_sparse_decode(
     Raises:
         TypeError, ValueError: naming the argument.
         VariantError: the planning kernel is not there.
+
+    Example:
+        plan = snapmla.plan_sparse_decode(16, 1, topk=64, batch=2, device="cpu", format="fp8")
+        print(plan.explain())
 
     Source: the work list is ``plan_decode``'s: the row of a query token is a block table of pages
     of one token.
@@ -308,9 +319,10 @@ def plan_sparse_decode(
             device=device, cu_seqlens_q=cu_seqlens_q, total_q=total_q, num_parts=num_parts,
             pipeline=pipeline, row_tile=row_tile, fixed_overhead=fixed_overhead,
             fixed_split_tokens=fixed_split_tokens, check_stale=check_stale, accuracy=accuracy,
-            cache_dtype=cache_dtype,
+            cache_dtype=cache_dtype, format=format,
         )  # fmt: skip
-    if cache_dtype in (ROWS, torch.bfloat16):
+    name, value = checks.given_format(format, cache_dtype)
+    if value in (ROWS, torch.bfloat16):
         return _plan_of_rows(
             num_heads, s_q, topk, topk_length, batch, device, check_stale,
             (("cu_seqlens_q", cu_seqlens_q), ("total_q", total_q), ("pipeline", pipeline),
@@ -321,7 +333,7 @@ def plan_sparse_decode(
     options = SparseOptions(
         num_heads=num_heads, num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
         fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-        check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
+        check_stale=check_stale, accuracy=accuracy, format=dispatch.sparse_cache_name(value, name),
     )  # fmt: skip
     topk = checks.integer("topk", topk, 1, MAX_TOPK)
     lengths = sparse_lengths(topk_length, batch, device, topk)

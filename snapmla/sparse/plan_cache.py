@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from dsl_kernels.families.formats import DEFAULT
-from snapmla import checks, tracing
+from snapmla import checks, dispatch, tracing
 from snapmla.decode_plan import DecodePlan
 from snapmla.plan import StepShape
 from snapmla.plan_cache import COUNT, MOST_UNPINNED, Key, Plans, counted
@@ -33,11 +32,16 @@ class SparsePlanCache(Plans[SparsePlan]):
         device: of all tensors; ``cpu`` is the software GPU.
         capacity: plans that are kept without being pinned, 1 or more.
         num_parts, pipeline, row_tile, fixed_overhead, fixed_split_tokens, check_stale, accuracy,
-            cache_dtype: of all plans, as in ``plan_sparse_decode``.
+            format, cache_dtype: of all plans, as in ``plan_sparse_decode``.
 
     Raises:
         TypeError, ValueError: naming the argument.
         VariantError: no kernel for sparse decode exists for the device.
+
+    Example:
+        plans = snapmla.SparsePlanCache(16, device="cpu")
+        plan = plans.get(None, 1, topk=64, batch=2)
+        assert plans.get(None, 1, topk=64, batch=2) is plan
 
     Source: as ``PlanCache``.
     """
@@ -61,12 +65,15 @@ class SparsePlanCache(Plans[SparsePlan]):
         fixed_split_tokens: int | None = None,
         check_stale: bool | None = None,
         accuracy: str = "standard",
-        cache_dtype: str | torch.dtype = DEFAULT,
+        cache_dtype: str | torch.dtype = checks.UNSAID,
+        format: str | torch.dtype | None = None,
     ) -> None:
+        name, value = checks.given_format(format, cache_dtype)
         options = SparseOptions(
             num_heads=num_heads, num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-            check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
+            check_stale=check_stale, accuracy=accuracy,
+            format=dispatch.sparse_cache_name(value, name),
         )  # fmt: skip
         super().__init__(options, device, capacity)
         # of shapes without ``topk_length``, by (batch, topk): what stands for it
@@ -183,4 +190,4 @@ class SparsePlanCache(Plans[SparsePlan]):
         self._whole = {shape: x for shape, x in self._whole.items() if shape in held}
 
     def _model(self) -> str:
-        return f"{self._options.num_heads} heads, sparse, {self._options.cache_name} cache"
+        return f"{self._options.num_heads} heads, sparse, {self._options.format} cache"

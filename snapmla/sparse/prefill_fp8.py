@@ -64,6 +64,9 @@ def plan_sparse_prefill(
         TypeError, ValueError: naming the argument.
         VariantError: the planning kernel is not there.
 
+    Example:
+        plan = snapmla.plan_sparse_prefill(16, 4, topk=64, device="cpu")
+
     Source: our own.
     """
     topk = checks.integer("topk", topk, 1, MAX_TOPK)

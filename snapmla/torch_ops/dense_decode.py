@@ -84,7 +84,7 @@ def _dense_decode_out(
         (kv,),
         block_table,
         cache_seqlens,
-        PlanVariant.of(q.device, pipeline, row_tile, kv.shape[1], cache_dtype=name),
+        PlanVariant.of(q.device, pipeline, row_tile, kv.shape[1], format=name),
         tables,
         int(may_split),
         (out, lse),

@@ -146,7 +146,7 @@ def sparse_call(rows: bool, ragged: bool) -> tuple[torch.Tensor, torch.Tensor]:
     of = [0, 0, 1, 2, 2] if ragged else [0, 0, 1, 1]
     for row, i in zip(indices.view(-1, topk), of, strict=True):
         row[int(lengths[i]) :] = torch.tensor([2, 2**31 - 1]).repeat(35)[lengths[i] :]
-    options = SparseOptions(num_heads=heads, num_parts=3, cache_dtype=cache.format)
+    options = SparseOptions(num_heads=heads, num_parts=3, format=cache.format)
     begins = torch.tensor([0, 2, 3, 4], dtype=torch.int32) if ragged else None
     own = torch.tensor([70, 64, 3, 70, 9], dtype=torch.int32) if ragged else None
     plan = plan_sparse(

@@ -34,7 +34,7 @@ def test_the_smallest_tile_that_takes_all_heads(heads: int, tile: int) -> None:
 def test_few_query_tokens_take_smaller_tiles_unless_bits_must_be_those_of_any_batch() -> None:
     few, many = dispatch.Size(1, 512), dispatch.Size(128, 512)
     for cache in ("fp8", "fp8_ds_mla", "fp8_v4"):
-        options = SparseOptions(num_heads=128, cache_dtype=cache)
+        options = SparseOptions(num_heads=128, format=cache)
         tiles = [options.kernel(CPU, 1, size).row_tile for size in (few, many)]
         assert tiles == [16, 64], cache
         fixed = dataclasses.replace(options, fixed_split_tokens=512)
@@ -82,7 +82,7 @@ def test_short_lists_are_never_cut(row_tile: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SparseOptions, "tile_times", lambda *_: (2000, 10))
     monkeypatch.setattr("snapmla.sparse.plan.sm_count", lambda device: 132)
     monkeypatch.setattr(DecodePlan, "update_", lambda self, *_: self)
-    options = SparseOptions(num_heads=row_tile, cache_dtype="fp8_v4")
+    options = SparseOptions(num_heads=row_tile, format="fp8_v4")
     lengths = torch.tensor([128, 3, 0, 77], dtype=torch.int32)
     short, longer = (plan_sparse(options, topk, 1, lengths) for topk in (128, 129))
     assert (short.merges, short.split_tiles) == (0, 2)
@@ -98,7 +98,7 @@ def test_full_lists_are_cut_where_the_costs_say_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SparseOptions, "tile_times", lambda *_: (2000, 10))
     monkeypatch.setattr("snapmla.sparse.plan.sm_count", lambda device: 132)
     monkeypatch.setattr(DecodePlan, "update_", lambda self, *_: self)
-    options = SparseOptions(num_heads=64, cache_dtype="fp8_v4")
+    options = SparseOptions(num_heads=64, format="fp8_v4")
     lengths = torch.full((133,), 128, dtype=torch.int32)
     assert plan_sparse(options, 128, 1, lengths).split_tiles == 2  # full or not: nobody knows
     assert plan_sparse(options, 128, 1, lengths, full=True).split_tiles == 0
