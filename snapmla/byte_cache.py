@@ -107,7 +107,18 @@ def field_of(record: Record, kv: torch.Tensor, field: Field) -> torch.Tensor:
 def joined(record: Record, content: torch.Tensor) -> torch.Tensor:
     """Whole rows from their content, as ``rows_of`` has them."""
     pages, tokens, _ = content.shape
-    return content.view(torch.uint8).as_strided(*_whole(record, pages, tokens, content.stride(0)))
+    return _from_first(record, content, *_whole(record, pages, tokens, content.stride(0)))
+
+
+def _from_first(record: Record, content: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
+    """Bytes of ``content``'s memory, from the first one of its first token on.
+
+    Raises RuntimeError where the storage begins behind it or ends before.
+    """
+    own, ahead = content.view(torch.uint8), record.content.at
+    if not ahead:
+        return own.as_strided(shape, strides)
+    return own.as_strided(shape, strides, own.storage_offset() - ahead)
 
 
 def allocated(record: Record, pages: int, tokens: int, device: torch.device) -> torch.Tensor:
@@ -130,7 +141,7 @@ def check_fields(record: Record, content: Any, rope: Any, scale: Any) -> None:
         token = content.stride(1)
     strides = (content.stride(0), token, content.stride(2))
     try:
-        check(record, content.view(torch.uint8).as_strided(shape, strides))
+        check(record, _from_first(record, content, shape, strides))
         _, *own = fields_of(record, joined(record, content))
     except RuntimeError:  # its storage ends before
         wanted = f"bytes of rows of {record.token_bytes}"

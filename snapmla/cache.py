@@ -155,7 +155,7 @@ class PagedKVCache(launch.OverTensors):
         byte_cache.check_scale_format(scale_fmt, FORMATS[name])
         wanted = _Wanted(name, num_pages, page_size, num_kv_heads, layout, where)
         memory = _kept(name).allocate(wanted)
-        if name in BYTES:
+        if FORMATS[name].named:
             return cls.from_tensors(memory[0], format=name, scale_fmt=scale_fmt)
         return cls.from_tensors(*memory)
 
@@ -213,8 +213,8 @@ class PagedKVCache(launch.OverTensors):
         cls, content: Any, rope: Any, scale: Any, fmt: str, scale_fmt: str | None
     ) -> PagedKVCache:
         """``from_tensors`` of a format that is given by name."""
-        options = (None, *BYTES)
-        if isinstance(fmt, str) and fmt in FORMATS and fmt not in options:  # by its dtype
+        options, record = (None, *BYTES), FORMATS.get(fmt) if isinstance(fmt, str) else None
+        if record is not None and not record.named:  # by its dtype
             checks.value_error("format", "one of " + ", ".join(map(repr, options)), repr(fmt))
         checks.choice("format", fmt, options)
         record = FORMATS[fmt]
@@ -316,19 +316,17 @@ def expect_cache(value: object) -> None:
 
 def expect_fp8(cache: PagedKVCache, hint: str) -> None:
     """ValueError for a cache of another format, where FP8 alone is taken; says what to do."""
-    if cache.format != DEFAULT:
-        form = FORMATS[cache.format]
+    form = FORMATS[cache.format]
+    if not form.one_scale:
         got = f"one of {checks.dtype_name(cache.dtype)} rows" if form.rows else form.about
         checks.value_error("cache", FORMATS[DEFAULT].about, got, hint)
 
 
 def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
-    if not isinstance(cache, PagedKVCache) or cache.format in DECODED_BYTES:
-        return
-    if cache.format in BYTES:
-        record, hint = FORMATS[cache.format], "snapmla.convert_cache makes an FP8 cache of it"
-        hint = f"indices= reads it; {hint}" if record.sparse else hint
+    record = FORMATS[cache.format] if isinstance(cache, PagedKVCache) else None
+    if record is not None and record.named and not record.sparse:
+        hint = "snapmla.convert_cache makes an FP8 cache of it"
         wanted = f"an FP8 or a 16-bit cache, or one of {' or '.join(map(repr, DECODED_BYTES))}"
         checks.value_error("cache", wanted, record.about, hint)
 
@@ -346,7 +344,7 @@ def _check(cache: PagedKVCache) -> None:
         return
     checks.cache(cache.content, cache.rope, cache.scale)
     own = checks.format_of(cache.content)
-    if fmt not in ("", own):
+    if fmt and fmt != own:
         checks.value_error("format", f"{own!r}, by content's dtype, or ''", repr(fmt))
 
 
@@ -449,8 +447,8 @@ def _bytes_derived(cache: PagedKVCache) -> _Derived:
 def _bytes_begins(cache: PagedKVCache) -> _Pairs:
     """Its scales lie between what is asked for, or behind."""
     (kv,) = cache.named_tensors.values()
-    _, rope, _ = byte_cache.fields_of(FORMATS[cache.format], kv)
-    return (kv, kv), (kv, cache.content), (rope, cache.rope)
+    content, rope, _ = byte_cache.fields_of(FORMATS[cache.format], kv)
+    return (kv, kv), (content, cache.content), (rope, cache.rope)
 
 
 def _new_bytes(wanted: _Wanted) -> tuple[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX
-from dsl_kernels.families.formats import DEFAULT, FORMATS, Names
+from dsl_kernels.families.formats import FORMATS, Names
 from snapmla import checks, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.layouts import FP8
@@ -105,7 +105,7 @@ def _check(source: PagedKVCache, out: PagedKVCache) -> None:
             checks.value_error(name, "a cache with memory", "a tracer's stand-in", hint)
         hint = "keep the storage, or make another cache"
         checks.in_place(name, cache.begins, hint)
-    if source.format not in _FP8:
+    if FORMATS[source.format].rows:
         hint = "rows of 16 bits are appended with snapmla.append_kv"
         checks.value_error("source", "an FP8 cache", FORMATS[source.format].about, hint)
     others = [name for name in _FP8 if name != source.format]
@@ -177,10 +177,10 @@ def _converted(source: PagedKVCache, at: torch.Tensor, out: PagedKVCache) -> Fie
     k_rope = values[..., split:] if target.rope_in_v else beside
     if k_rope.shape[-1] != target.rope_channels:  # K has no RoPE but in V
         k_rope = k_rope.new_zeros((*k_rope.shape[:-1], target.rope_channels))
-    if target.name == DEFAULT:
+    if target.one_scale:
         return _one_scale(values, k_rope)
     k_rope = k_rope.bfloat16()
-    if record.name == DEFAULT and not target.powers and free:
+    if record.one_scale and not target.powers and free:
         groups = split // target.group
         return content, k_rope, scale[..., None].expand(*scale.shape, groups)
     if free and _same_content(record, target):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsl_kernels.families.formats import DEFAULT
+from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def explain(plan: DecodePlan, limit: int) -> str:
         f"decode plan: {plan.batch} sequences, {plan.num_heads} heads x {_tokens(plan)}, "
         f"pipeline {plan.pipeline}, row tile {plan.row_tile}, on {plan.device}"
         + ("" if plan.p_terms == 1 else f", {plan.p_terms} terms of P")
-        + ("" if plan.cache_dtype == DEFAULT else f", {plan.cache_dtype} cache"),
+        + ("" if FORMATS[plan.cache_dtype].one_scale else f", {plan.cache_dtype} cache"),
         *_kv_heads(plan),
         *_units(plan, units),
         _rule(plan),

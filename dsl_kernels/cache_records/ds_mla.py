@@ -37,6 +37,7 @@ RECORD = Record(
     elsewhere="there FlashMLA's own flash_mla_with_kvcache(indices=) serves these rows",
     timed=True,
     shipped=True,
+    overlaps=True,
     element="uint8",
     about="a cache of format 'fp8_ds_mla'",
     parts=("kv",),

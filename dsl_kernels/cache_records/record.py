@@ -69,6 +69,8 @@ class Record:
         timed: whether the times on file of its pipelines are its own.
         shipped: whether its kernels of sparse decode are in the default matrix.
         two_lists: whether a query token may have a second list there, over a second cache.
+        overlaps: whether P.V of 64 rows runs under the next tile's softmax there: where that won.
+        lists_of_rows: whether sparse prefill's kernel reads it by lists, of sparse decode, too.
 
     Hosts:
         element: torch's name of ``PagedKVCache.dtype``: of ``content``, which tells those formats
@@ -117,6 +119,8 @@ class Record:
     timed: bool = False
     shipped: bool = False
     two_lists: bool = False
+    overlaps: bool = False
+    lists_of_rows: bool = False
     rows: bool = False
     quantized_query: bool = False
     results: tuple[str, ...] = ("bf16",)
@@ -148,6 +152,11 @@ class Record:
     def powers(self) -> bool:
         """True if scales are stored as powers of two (``ue8m0``)."""
         return self.scale is not None and self.scale.dtype == "ue8m0"
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether a token has one scale, for all of its channels."""
+        return self.scale is not None and self.scale.count == 1
 
     @property
     def arrangement(self) -> tuple[str, int, str]:

@@ -36,7 +36,7 @@ def _rows(name: str, element: str, **more: Any) -> Record:
     )
 
 
-BF16 = _rows("bf16", "bfloat16")
+BF16 = _rows("bf16", "bfloat16", lists_of_rows=True)
 # WGMMA cuts every sum toward zero, which 32K tokens of latent mean 2 show as 2e-4 beside an
 # error of 2.4e-4, 16K as 1e-4 (docs/numerics.md); BF16's own rounding hides it.
 F16 = _rows("f16", "float16", longest_item=16384, partial="f32")

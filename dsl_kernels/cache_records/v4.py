@@ -36,6 +36,7 @@ RECORD = Record(
     sparse="mix16",
     elsewhere="there FlashMLA's own flash_mla_with_kvcache(indices=) serves these pages",
     shipped=True,
+    overlaps=True,
     two_lists=True,
     element="uint8",
     about="a cache of format 'fp8_v4'",

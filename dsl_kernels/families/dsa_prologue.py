@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..dims import KV_LORA_RANK
 from .family import CACHE_DTYPE, COS_SIN_DTYPE, IN_DTYPE, Axis, Values, helper
-from .formats import FORMATS
+from .formats import FORMATS, ROWS_OF_BYTES
 
 STYLES = ("interleaved", "neox")
 
@@ -18,7 +18,7 @@ def points(arch: str) -> Iterator[Values]:
     own = {"in_dtype": "bf16", "index_dtype": "i64"}
     yield own
     if arch == "sm_90a":
-        yield {**own, "cache_dtype": "fp8_ds_mla"}
+        yield {**own, "cache_dtype": ROWS_OF_BYTES}
 
 
 def _module(_arch: str, values: Values) -> str | None:

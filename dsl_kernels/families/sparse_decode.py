@@ -71,7 +71,7 @@ def module_of(arch: str, pipeline: str, record: Record) -> str | None:
     """The kernel module of a pipeline over a cache, None if there is none."""
     if record.named:
         return BYTE_MODULES.get((arch, pipeline, record.arrangement)) if record.sparse else None
-    return MODULES.get((arch, pipeline)) if record.name == CACHES[pipeline] else None
+    return MODULES.get((arch, pipeline)) if record.one_scale else None
 
 
 def _module(arch: str, values: Values) -> str | None:

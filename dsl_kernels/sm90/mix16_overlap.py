@@ -40,12 +40,11 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 VOTES = Ring("votes", P_STAGES, {"softmax": SOFTMAX_WARPS})
-CACHES = ("fp8_ds_mla", "fp8_v4")  # formats over which it won
 
 
 def overlaps(spec: VariantSpec) -> bool:
     """Whether P.V runs under the next tile's softmax."""
-    return spec.op == "sparse_decode" and spec.row_tile == 64 and spec.cache_dtype in CACHES
+    return spec.op == "sparse_decode" and spec.row_tile == 64 and spec.record.overlaps
 
 
 def votes_of(spec: VariantSpec) -> tuple[bud.Barrier, ...]:

@@ -360,7 +360,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     n = compat.sym(name="n")
     rows = compat.sym(name="n_times_h_kv") if record.rows else n
     fakes = {
-        **(byte_records.fakes(record) if record.named else stored.fakes(spec.cache_dtype)),
+        **(byte_records.fakes(record) if record.named else stored.fakes(record)),
         "c_kv": compat.rows(dt, (rows, record.content.count)),
         "k_rope": compat.rows(dt, (rows, QK_ROPE_HEAD_DIM)),
         "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),

@@ -335,7 +335,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     record, dt, rows = spec.record, compat.dtype(spec.in_dtype), compat.rows
     n, heads, num_heads = (compat.sym(name=name) for name in ("n", "h", "num_heads"))
     u8, slot = compat.DTYPES["u8"], compat.dtype(spec.index_dtype)
-    cache = byte_records.fakes(record) if record.named else stored.fakes(spec.cache_dtype)
+    cache = byte_records.fakes(record) if record.named else stored.fakes(record)
     fakes = {
         **cache,
         "c_kv": rows(dt, (n, KV_LORA_RANK)),

@@ -544,9 +544,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     record = spec.record
     entries = OF_ROWS if record.rows else FromBytes(record).modes if record.named else OF_FP8
     page_size = compat.sym(MIN_PAGE, name="P")
-    cache = (
-        byte_records.fakes(record) if record.named else stored.fakes(spec.cache_dtype, page_size)
-    )
+    cache = byte_records.fakes(record) if record.named else stored.fakes(record, page_size)
     heads = (cache["kv"].shape[2],) if record.rows else ()
     widths = {
         "out_nope": (*heads, record.content.count),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from cutlass import BFloat16, Float32, Int64, Uint32, cute
 
 from .. import compat
+from ..cache_records.record import Record
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from . import quant
 
@@ -191,13 +192,13 @@ def converted(words: list[Any], dt: Any, to: Any) -> list[Any]:
     return words if dt is to else quant.pack(quant.to_f32(words, dt), to)
 
 
-def fakes(cache_dtype: str, page_size: Any = None) -> dict[str, Any]:
-    """Fakes of a cache of ``family.CACHE_DTYPE``, by argument name.
+def fakes(record: Record, page_size: Any = None) -> dict[str, Any]:
+    """Fakes of a cache that is no bytes, by argument name.
 
     Strides of pages, tokens and heads are free 64-bit symbols that keep 16-byte alignment.
     """
-    if cache_dtype == "fp8":
+    if record.one_scale:
         return compat.cache_fakes(page_size=page_size)
     page_size = compat.sym(name="P") if page_size is None else page_size
     shape = (compat.sym(name="pages"), page_size, compat.sym(name="h_kv"), HEAD_DIM_QK)
-    return {"kv": compat.rows(compat.dtype(cache_dtype), shape)}
+    return {"kv": compat.rows(compat.dtype(record.content.dtype), shape)}

@@ -182,6 +182,13 @@ def format_named(cache_dtype: str | torch.dtype) -> str:
     return cache_dtype if isinstance(cache_dtype, str) else _by_dtype()[cache_dtype]
 
 
+def format_wished(cache_dtype: Any) -> str:
+    """Name of the format that an unchecked ``cache_dtype`` may mean, empty if none."""
+    if isinstance(cache_dtype, torch.dtype):
+        return _by_dtype().get(cache_dtype, "")
+    return cache_dtype if isinstance(cache_dtype, str) else ""
+
+
 def cache_heads(fmt: str, value: Any) -> None:
     """Checks the KV heads of a cache of a format."""
     most, about = FORMATS[fmt].most_kv_heads, FORMATS[fmt].about

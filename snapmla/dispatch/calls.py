@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from dsl_kernels.families import record_decode, sparse_decode
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.families.formats import DEFAULT, FORMATS, ROWS_OF_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch import contest
@@ -38,7 +38,7 @@ OPS: dict[str, DecodeOp] = {each.family.op: each for each in (FP8_DECODE, DENSE_
 DECODED: dict[str, DecodeOp] = {name: each for each in OPS.values() for name in each.family.formats}
 BY_CACHE = {sparse_decode.FAMILY.op: SPARSE_OPS, record_decode.FAMILY.op: RECORD_OPS}
 TILES_OF = "H200"  # card of ``DecodeOp.ns_of_tile``
-NOT_FAST = "'fast' is sparse decode over fp8_ds_mla rows on SM90"
+NOT_FAST = f"'fast' is sparse decode over {ROWS_OF_BYTES} rows on SM90"
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
 
 

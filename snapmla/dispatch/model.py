@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from dsl_kernels.cache_records import rows16
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.families.family import COS_SIN_DTYPE, IN_DTYPE, OUT_DTYPE, ROPE_STYLE
 from dsl_kernels.families.formats import DEFAULT, ENGINES_KEEP, FORMATS
@@ -17,7 +18,7 @@ from snapmla.dispatch.decode import STANDARD
 from snapmla.dispatch.record_decode import RECORD_OPS
 from snapmla.dispatch.sparse_decode import SPARSE_OPS
 
-ROWS = "bf16"  # of 16-bit caches the one that sparse attention reads
+ROWS = rows16.BF16.name  # of 16-bit caches the one that sparse attention reads
 PLAIN = "applied"  # the rope style of rows that come rotated
 INDICES = ("i64", "i32")
 HOPPER = "sm_90a"
@@ -164,7 +165,7 @@ def check_model(model: Model) -> None:
         checks.page_size_of(model.dtype, page)
     if model.rope == PLAIN and model.norm:
         checks.value_error("norm", "False without rope", True, "the calls with RoPE normalise")
-    if model.sparse and model.dtype == ROWS:
+    if model.sparse and FORMATS[model.dtype].lists_of_rows:
         if model.arch != HOPPER:
             wanted = f"{HOPPER}, where a BF16 cache has kernels of sparse decode"
             checks.value_error("arch", wanted, model.arch)

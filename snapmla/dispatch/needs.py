@@ -21,7 +21,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch.calls import choose_on, choose_sparse
 from snapmla.dispatch.cards import cards, find_card
-from snapmla.dispatch.model import PLAIN, ROWS, Model, check_model
+from snapmla.dispatch.model import PLAIN, Model, check_model
 from snapmla.dispatch.sparse_decode import REFERENCE
 from snapmla.layouts import kernel_page_size
 
@@ -44,7 +44,7 @@ def needs(model: Model) -> list[VariantSpec]:
 def _helpers(model: Model) -> Iterator[VariantSpec]:
     """Yields the helpers around decode: plans, appends, quantize_q, fetches, merges, records."""
     arch, fmt, rows = model.arch, FORMATS[model.dtype], model.of_rows
-    if not (model.sparse and model.dtype == ROWS):  # whose plans no kernel makes
+    if not (model.sparse and fmt.lists_of_rows):  # whose plans no kernel makes
         yield VariantSpec(op="plan_decode", arch=arch)
     turned = {"rope_style": model.rope, "cos_sin_dtype": model.table}
     turned = turned if model.rope != PLAIN else {}
@@ -143,12 +143,12 @@ def _decodes(model: Model) -> Iterator[VariantSpec]:
         card = find_card(None, model.card)
     if card.arch != model.arch:
         checks.value_error("card", f"a card of {model.arch}", f"{card.name}, which is {card.arch}")
-    if model.sparse and model.dtype == ROWS:
+    if model.sparse and FORMATS[model.dtype].lists_of_rows:
         for heads in model.heads:
             for lists, of_heads in (("one", row_tile_of), ("split", split_row_tile_of)):
                 yield VariantSpec(
                     op="sparse_prefill", arch=model.arch, row_tile=of_heads(heads),
-                    d_qk=FORMATS[ROWS].channels, lists=lists,
+                    d_qk=FORMATS[model.dtype].channels, lists=lists,
                 )  # fmt: skip
         return
     if model.sparse:

@@ -273,5 +273,6 @@ PIPELINES = OfFormats(SPARSE, lambda record: record.sparse)
 def pipeline_of(arch: str, fmt: str) -> str | None:
     """The pipeline that reads a cache on an architecture where none is named: SM90's where it has
     none, None of a format that sparse attention does not read."""
-    own = SPARSE_OPS[fmt].pipelines(arch) if fmt in SPARSE_OPS else []
+    op = SPARSE_OPS.get(fmt)
+    own = [] if op is None else op.pipelines(arch)
     return own[0] if own else PIPELINES.get(fmt)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from snapmla import checks, launch
 from snapmla.checks.tensors import FP8
 from snapmla.decode_plan import DecodePlan
@@ -38,7 +39,7 @@ class Buffers:
 
     def __init__(self, group: ContextGroup, rows: Rows, cache_dtype: str, arena: Arena) -> None:
         tokens, heads, bf16 = rows.tokens, rows.heads, torch.bfloat16
-        fp8 = cache_dtype == "fp8"
+        fp8 = FORMATS[cache_dtype].quantized_query
         self.send = self.gathered = self.joint = None
         self.joined = group.heads == "gathered" and math.prod(tokens) == 1
         if group.heads == "gathered":

@@ -324,7 +324,7 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
     query, strides = queries.arguments(q, ragged) if _own(q) else (q.arguments, ())
     entries = indices.unsqueeze(0) if ragged else indices
     lists: tuple[Any, ...] = entries, lengths
-    if cache.format in two_lists.TAKEN:
+    if FORMATS[cache.format].two_lists:
         lists = *lists, *two_lists.arguments(cache, entries, extra, ready.lengths)
     kernel(
         *query, *cache.gather_arguments, *lists,

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal, overload
 
 import torch
 
-from dsl_kernels.families.formats import DEFAULT
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
 from snapmla.plan import PlanOptions, StepShape, make_plan, sm_count
-from snapmla.sparse.rows_plan import MAX_TOPK, ROWS, SparseRowsPlan, plan_rows
+from snapmla.sparse.rows_plan import MAX_TOPK, SparseRowsPlan, plan_rows
 
 
 class SparseVariant(PlanVariant):
@@ -322,7 +322,8 @@ def plan_sparse_decode(
             cache_dtype=cache_dtype, format=format,
         )  # fmt: skip
     name, value = checks.given_format(format, cache_dtype)
-    if value in (ROWS, torch.bfloat16):
+    record = FORMATS.get(checks.format_wished(value))
+    if record is not None and record.lists_of_rows:
         return _plan_of_rows(
             num_heads, s_q, topk, topk_length, batch, device, check_stale,
             (("cu_seqlens_q", cu_seqlens_q), ("total_q", total_q), ("pipeline", pipeline),

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
-from dsl_kernels.families.formats import DEFAULT
+from dsl_kernels.cache_records.record import Record
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery
@@ -24,12 +25,6 @@ from snapmla.sparse.rows_plan import MAKE_PLAN
 
 Tensor = torch.Tensor
 FP8Results = tuple[Tensor, None, Tensor]
-_HINTS = {
-    "fp8_ds_mla": "its rows are faster by way of BF16: fetch_dequant, then those as kv",
-    "bf16": "give its rows as kv, (tokens, 1, 576)",
-    "f16": "the kernels read BF16 rows or the FP8 cache",
-}
-_OTHERS = "snapmla.decode(indices=) reads its tokens, each query token as a sequence of its own"
 
 
 def plan_sparse_prefill(
@@ -94,10 +89,11 @@ def prefill_from_fp8(
 ) -> FP8Results:
     """Runs ``sparse_prefill`` over an FP8 cache; arguments and errors as there."""
     expect_cache(cache)
-    if cache.format != DEFAULT:
+    record = FORMATS[cache.format]
+    if not record.one_scale:
         checks.value_error(
             "kv", f"a cache of format {DEFAULT!r}", f"one of {cache.format!r}",
-            _HINTS.get(cache.format, _OTHERS),
+            _hint(record),
         )  # fmt: skip
     if not isinstance(q, QuantizedQuery):
         hint = "an FP8 cache wants quantize_q's query"
@@ -131,3 +127,14 @@ def prefill_from_fp8(
     return (
         made.squeeze(1) if out is None else out, None, sums.squeeze(2) if lse is None else lse
     )  # fmt: skip
+
+
+def _hint(record: Record) -> str:
+    """What to do with a cache of another format."""
+    if record.rows:
+        if record.lists_of_rows:
+            return f"give its rows as kv, (tokens, 1, {record.channels})"
+        return "the kernels read BF16 rows or the FP8 cache"
+    if record.channels == HEAD_DIM_QK:
+        return "its rows are faster by way of BF16: fetch_dequant, then those as kv"
+    return "snapmla.decode(indices=) reads its tokens, each query token as a sequence of its own"

@@ -26,7 +26,7 @@ from snapmla.sparse import query as queries
 from snapmla.sparse.lists import check_indices, check_lengths, check_reach, read
 from snapmla.sparse.query import QueryPair
 from snapmla.sparse.rows_kernel import kernel_of
-from snapmla.sparse.rows_plan import MAKE_PLAN, ROWS, SparseRowsPlan, plan_rows
+from snapmla.sparse.rows_plan import MAKE_PLAN, SparseRowsPlan, plan_rows
 
 Tensor = torch.Tensor
 _BF16 = (torch.bfloat16,)
@@ -80,7 +80,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     q, cache, plan = call.q, call.cache, call.plan
     if not (
         tracing.plain(q, cache, plan)
-        and cache.format == ROWS
+        and FORMATS[cache.format].lists_of_rows
         and cache.device == q.device == plan.device
         and cache.stays
         and plan.stays
@@ -315,9 +315,10 @@ def launch_now(call: Call) -> tuple[Tensor, Tensor]:
 
 def is_rows(cache: Any) -> bool:
     """True if a cache is one of 16-bit rows.  Raises ValueError for those that no kernel reads."""
-    if not isinstance(cache, PagedKVCache) or not FORMATS[cache.format].rows:
+    record = FORMATS[cache.format] if isinstance(cache, PagedKVCache) else None
+    if record is None or not record.rows:
         return False
-    if cache.format != ROWS:
+    if not record.lists_of_rows:
         checks.value_error("cache", read(), f"one of {checks.dtype_name(cache.dtype)} rows")
     return True
 

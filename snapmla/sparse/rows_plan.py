@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from dsl_kernels.cache_records import rows16
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import call as calls
 from snapmla import checks, launch, tracing
@@ -23,7 +24,7 @@ from snapmla.sparse.rows_kernel import ROW_TILES, row_tile_of, split_row_tile_of
 
 MAKE_PLAN = "make one for this step's shapes with snapmla.plan_sparse_decode"
 Tensor = torch.Tensor
-ROWS = "bf16"  # the format of the caches that these plans are for
+ROWS = rows16.BF16.name  # the format of the caches that these plans are for
 MAX_PIECES = 32  # of a list, where they fill the device; merge reads up to 16 at once
 MAX_TOPK = 1 << 24  # entries of a row; what a batch may hold is bounded beside
 MAX_SLOTS = 1 << 23  # partial rows of all lists, as of other plans: what merge counts

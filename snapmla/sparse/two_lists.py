@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import TOKEN_TILE
-from dsl_kernels.families.formats import Names
+from dsl_kernels.families.formats import FORMATS, Names
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.sparse.lists import check_indices
@@ -37,7 +37,7 @@ class Second(NamedTuple):
 
 def expect_format(name: str, cache: PagedKVCache) -> None:
     """Raises ValueError of a cache that no second list goes with."""
-    if cache.format not in TAKEN:
+    if not FORMATS[cache.format].two_lists:
         known = " or ".join(map(repr, TAKEN))
         checks.value_error(name, f"format {known} beside a second list", repr(cache.format))
 

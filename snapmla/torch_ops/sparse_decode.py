@@ -17,7 +17,7 @@ from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import FP8
 from snapmla.decode_plan.witness import compared, no_offsets
 from snapmla.dispatch import PIPELINES
-from snapmla.sparse import rows, two_lists
+from snapmla.sparse import rows
 from snapmla.sparse.lists import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.sparse.query import QueryPair, arguments, check_pair
@@ -163,7 +163,7 @@ def _launch(
     checks.output("out", out, variant.out_dtypes, shape, device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
     second: tuple[Tensor, ...] = ()
-    if fmt in two_lists.TAKEN:  # of no entries
+    if FORMATS[fmt].two_lists:  # of no entries
         second = *cache, indices[..., :0], topk_length
     own: tuple[Any, ...] = (*tables[:-2], no_offsets(device))
     witness = witness_of(cu_seqlens_q, row_seqlens, row_limits, b)
