@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 Fakes = dict[str, Any]
-ONE_WAVE_ROWS = 32  # with row tiles of 64 a merge of one wave loses where lists of 128 heads are cut
+# Row tiles whose merge is one wave: with 64 it loses where lists of 128 heads are cut.
+ONE_WAVE_ROWS = 32
 
 
 class Tma(NamedTuple):
