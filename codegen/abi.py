@@ -1,4 +1,4 @@
-"""What a caller of an exported function must pass, read off the fake arguments of its build.
+"""Arguments that a caller of an exported function must pass, read off the fakes of its build.
 
 The result is plain data (it is stored in the variant's record): the C header and the tables of
 ``codegen.render`` are made from it on machines without the compiler.

@@ -206,7 +206,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
 
 @dataclass(frozen=True)
 class _Made:
-    """What the compiler returned: object, PTX, cubin, lowered host module, ABI, shared memory."""
+    """Output of the compiler: object, PTX, cubin, lowered host module, ABI, shared memory."""
 
     obj: Path
     ptx: str

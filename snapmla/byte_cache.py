@@ -168,5 +168,5 @@ def check_scale_format(value: Any, record: Record) -> None:
 
 
 def scale_format(value: str | None, record: Record) -> str | None:
-    """What ``scale_fmt`` of a cache becomes: powers of two where scales cannot be others."""
+    """Scale format in effect: ``ue8m0`` if the cache's format has no other, else ``value``."""
     return "ue8m0" if record.powers else value

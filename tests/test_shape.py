@@ -304,8 +304,13 @@ FIRST = frozenset(
     {"as", "how", "if", "in", "when", "where", "whether", "which", "who", "whose", "why"}
     | {"for", "at", "on", "from"}
 )
-# No more of these than so many may open one; numbers fall as they are mended.
-NOT_MORE = {"of": 126, "what": 356, "that": 19, "those": 13, "its": 11, "by": 9, "with": 5}
+# In packages that are in service none opens with these either.
+UNNAMED = frozenset(
+    {"what", "of", "whether", "who", "where", "which", "that", "as", "by", "how", "those"}
+)
+SERVED = frozenset({"snapmla", "dsl_kernels", "softgpu", "codegen"})
+# Elsewhere no more of these than so many; numbers fall as they are mended.
+NOT_MORE = {"of": 33, "what": 73, "that": 3, "those": 1, "its": 11, "by": 4, "with": 5}
 FIRST_WORD = re.compile(r"\(*(\w+)")
 
 
@@ -326,10 +331,14 @@ def first_words(root: Path, packages: Iterable[str], folders: Iterable[str]) -> 
 
 
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
-    """But for kernels', whose docstrings are in the line numbers of their objects."""
+    """The lists of the packages in service are empty; elsewhere some words are counted still."""
     every = first_words(ROOT, FLOORS, ["tests/support"])
+    assert len(every) > 3000
+    served = {place: word for place, word in every.items() if re.split("[.:]", place)[0] in SERVED}
+    assert len(served) > 3000
+    assert not {place: word for place, word in served.items() if word in UNNAMED}
+    # but for kernels', whose docstrings are in the line numbers of their objects
     found = {place: word for place, word in every.items() if not place.startswith("dsl_kernels")}
-    assert len(found) > 3000
     assert not {place: word for place, word in found.items() if word in FIRST}
     counts = Counter(found.values())
     assert not {word: counts[word] for word, most in NOT_MORE.items() if counts[word] > most}
