@@ -139,9 +139,9 @@ def sparse_prefill(
     if plan is not None:
         hint = "a launch over BF16 rows finds its work itself"
         checks.value_error("plan", "None where kv is a tensor", type(plan).__name__, hint)
-    given: Any = q, kv  # checked there
+    own: Any = q  # a tensor, as the checks will say
     call = Call(
-        *given, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
+        own, kv, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
         indexer_topk, lse_indexer,
     )  # fmt: skip
     return calls.run(PREFILL.op, PREFILL.op, call)
