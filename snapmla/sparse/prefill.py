@@ -123,11 +123,6 @@ def sparse_prefill(
         TypeError, ValueError: naming the argument; also where a gradient is wanted, or where
             something else than torch.compile records a call with ``indexer_topk``.
 
-    Example:
-        q, kv = torch.randn(2, 16, 576).bfloat16(), torch.randn(100, 1, 576).bfloat16()
-        indices = torch.randint(100, (2, 1, 64), dtype=torch.int32)
-        out, max_logits, lse = snapmla.sparse_prefill(q, kv, indices, 192**-0.5)
-
     Source: the contract is FlashMLA's ``flash_mla_sparse_fwd``; ``indexer_topk`` is its branch
     nv_dev's.
     """
@@ -144,9 +139,9 @@ def sparse_prefill(
     if plan is not None:
         hint = "a launch over BF16 rows finds its work itself"
         checks.value_error("plan", "None where kv is a tensor", type(plan).__name__, hint)
-    rows: Any = q  # checked there
+    own: Any = q  # a tensor, as the checks will say
     call = Call(
-        rows, kv, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
+        own, kv, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse,
         indexer_topk, lse_indexer,
     )  # fmt: skip
     return calls.run(PREFILL.op, PREFILL.op, call)

@@ -23,7 +23,7 @@ arguments of compiled functions. Operators but ``mha_prefill`` have no gradients
 never require any: this is inference.
 ``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
 sequence that they do not cover then become NaN.
-``append_index_k``, ``index_logits_out``, ``index_topk`` and ``fetch_index_k_out`` are those of
+``append_index_k``, ``index_logits``, ``index_topk`` and ``fetch_index_k_out`` are those of
 ``snapmla.dsa``, whose ``q`` is bytes, too; ``unit_rows`` 0 chooses.  ``keys`` of bytes have
 ``scales`` beside them, keys that are multiplied out have none.  ``mha_prefill`` has
 gradients of its first derivative; ``mha_prefill_backward`` returns them, dk_rope without rows where
