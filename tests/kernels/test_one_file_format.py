@@ -1,4 +1,4 @@
-"""What a format of bytes costs: one file, ``tests/support/scales_in_front.py``, which the product
+"""A format of bytes costs one file, ``tests/support/scales_in_front.py``, which the product
 does not know.
 
 Registered, it is appended to, fetched, converted, planned for and attended to, on the software GPU
@@ -88,7 +88,7 @@ def test_it_is_one_short_file_that_nobody_names() -> None:
 
 
 def keys() -> dict[str, str]:
-    """Of what reads or writes a cache, by variant."""
+    """Keys of variants that read or write a cache, by name."""
     specs = [spec for spec in matrix.points("sm_90a") if spec.record is not None]
     return {spec.name: compile.draft(spec).key for spec in specs}
 
@@ -150,7 +150,7 @@ class Filled:
         return [view[page, offset].contiguous().view(torch.uint8) for view in views]
 
     def converted(self, fmt: str) -> list[Tensor]:
-        """All that the tokens are in another format."""
+        """Content and scales of the tokens in another format."""
         other = Filled.__new__(Filled)
         other.slots = self.slots
         other.cache = snapmla.PagedKVCache.allocate(8, PAGE, device="cpu", dtype=fmt)
