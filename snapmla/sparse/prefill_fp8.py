@@ -130,7 +130,7 @@ def prefill_from_fp8(
 
 
 def _hint(record: Record) -> str:
-    """What to do with a cache of another format."""
+    """Advice for a cache of another format."""
     if record.rows:
         if record.lists_of_rows:
             return f"give its rows as kv, (tokens, 1, {record.channels})"

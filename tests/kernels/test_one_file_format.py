@@ -1,4 +1,4 @@
-"""What a format of bytes costs: one file, ``tests/support/scales_in_front.py``, which the product
+"""A format of bytes costs one file, ``tests/support/scales_in_front.py``, which the product
 does not know.
 
 Registered, it is appended to, fetched, converted, planned for and attended to, on the software GPU
@@ -88,7 +88,7 @@ def test_it_is_one_short_file_that_nobody_names() -> None:
 
 
 def keys() -> dict[str, str]:
-    """Of what reads or writes a cache, by variant."""
+    """Keys of variants that read or write a cache, by name."""
     specs = [spec for spec in matrix.points("sm_90a") if spec.record is not None]
     return {spec.name: compile.draft(spec).key for spec in specs}
 
@@ -150,7 +150,7 @@ class Filled:
         return [view[page, offset].contiguous().view(torch.uint8) for view in views]
 
     def converted(self, fmt: str) -> list[Tensor]:
-        """All that the tokens are in another format."""
+        """Content and scales of the tokens in another format."""
         other = Filled.__new__(Filled)
         other.slots = self.slots
         other.cache = snapmla.PagedKVCache.allocate(8, PAGE, device="cpu", dtype=fmt)
@@ -198,7 +198,7 @@ def test_its_tokens_are_nopes(build: Callable[..., None]) -> None:
         raw = own.cache.kv[own.slots // PAGE, own.slots % PAGE, 0]
         assert torch.equal(raw[:, :16], nope.fields()[1])
         assert torch.equal(raw[:, 16:528], nope.fields()[0])
-        read = [snapmla.fetch_dequant(x.cache, x.table, x.seqlens).c_kv for x in (own, nope)]
+        read = [snapmla.fetch_dequant(x.cache, x.table, x.seqlens)[0] for x in (own, nope)]
         assert torch.equal(*read) and read[0].any()
         assert_equal(own.converted(NOPE), nope.fields())
         assert_equal(nope.converted(RECORD.name), nope.fields())

@@ -1,4 +1,4 @@
-"""Where service code enumerates formats of a cache, by the syntax trees: ``python -m
+"""Enumerations of formats of a cache in service code, by the syntax trees: ``python -m
 tests.support.format_names`` prints it.
 
     names          constants that have the name of a format of bytes in them
