@@ -325,12 +325,10 @@ def expect_fp8(cache: PagedKVCache, hint: str) -> None:
 def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
     record = FORMATS[cache.format] if isinstance(cache, PagedKVCache) else None
-    if record is None or not record.named or record.name in DECODED_BYTES:
-        return
-    hint = "snapmla.convert_cache makes an FP8 cache of it"
-    hint = f"indices= reads it; {hint}" if record.sparse else hint
-    wanted = f"an FP8 or a 16-bit cache, or one of {' or '.join(map(repr, DECODED_BYTES))}"
-    checks.value_error("cache", wanted, record.about, hint)
+    if record is not None and record.named and not record.sparse:
+        hint = "snapmla.convert_cache makes an FP8 cache of it"
+        wanted = f"an FP8 or a 16-bit cache, or one of {' or '.join(map(repr, DECODED_BYTES))}"
+        checks.value_error("cache", wanted, record.about, hint)
 
 
 # -------------------------------------------------------------------------- by format

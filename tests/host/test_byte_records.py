@@ -3,6 +3,7 @@ conversion."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -204,11 +205,13 @@ def test_wrong_tokens(fmt: str) -> None:
 
 def test_a_format_that_dense_decode_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one may be that comes before its kernels."""
-    monkeypatch.setattr("snapmla.cache.DECODED_BYTES", ("fp8_ds_mla", "fp8_v4"))
+    early = dataclasses.replace(FORMATS["fp8_nope"], sparse="")
+    monkeypatch.setitem(FORMATS, "fp8_nope", early)
     cache = PagedKVCache.allocate(2, 4, device="cpu", dtype="fp8_nope")
     q, table, lengths = torch.zeros(1, 1, 16, 512), torch.zeros(1, 1).int(), torch.ones(1).int()
-    said = "^cache: expected an FP8 or a 16-bit cache, or one of 'fp8_ds_mla' or 'fp8_v4', got "
-    with pytest.raises(ValueError, match=said + ".*indices= reads it; .*convert_cache"):
+    read = "'fp8_ds_mla' or 'fp8_v4' or 'fp8_v41_planar' or 'fp8_v41_rows'"
+    said = f"^cache: expected an FP8 or a 16-bit cache, or one of {read}, got .*convert_cache"
+    with pytest.raises(ValueError, match=said):
         snapmla.decode(q.bfloat16(), cache, table, lengths, softmax_scale=1.0)
 
 
