@@ -22,7 +22,7 @@ from pathlib import Path
 
 from codegen import fences, toolchain
 from codegen.artifacts import Record
-from dsl_kernels.common import budget
+from dsl_kernels.blocks import budget
 from dsl_kernels.families import TARGETS
 
 SMEM_LIMIT = budget.SMEM_MAX

@@ -38,19 +38,12 @@ SPEC_FILES = (
     "__init__.py",
     "py.typed",
     "arguments.py",
-    "dims.py",
-    "cache_records/*.py",
-    "index_cache.py",
-    "mha_grads.py",
-    "mha_list.py",
-    "topk_share.py",
-    "records.py",
     "spec.py",
     "registry.py",
     "families/*.py",
-    "cache_records/*.py",
-    "common/__init__.py",
-    "common/budget.py",
+    "formats/*.py",
+    "blocks/__init__.py",
+    "blocks/budget.py",
 )
 RUNTIME_NEEDS = ("torch", "apache-tvm-ffi", "numpy")
 

@@ -28,7 +28,7 @@ from typing import Any
 from codegen import abi, artifacts, audit, closure, link, toolchain
 from codegen.artifacts import Record
 from dsl_kernels import registry
-from dsl_kernels.common import budget as bud
+from dsl_kernels.blocks import budget as bud
 from dsl_kernels.spec import VariantSpec
 
 # Line info does not change the SASS (compared); it feeds ncu's source view and softgpu's reports.

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from codegen.artifacts import write_atomic  # noqa: E402
 from dsl_kernels import registry  # noqa: E402
-from dsl_kernels.common import budget as bud  # noqa: E402
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE  # noqa: E402
+from dsl_kernels.blocks import budget as bud  # noqa: E402
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE  # noqa: E402
 from dsl_kernels.spec import VariantSpec, decode_spec  # noqa: E402
 
 TARGET = ROOT / "docs" / "tile.svg"

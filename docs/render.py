@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from api_page import api_page  # noqa: E402
 
 import snapmla  # noqa: E402
-from dsl_kernels.families.formats import FORMATS  # noqa: E402
+from dsl_kernels.formats.registered import FORMATS  # noqa: E402
 from snapmla import env, layouts  # noqa: E402
 
 API = ROOT / "docs" / "api.md"

@@ -16,7 +16,7 @@ from pathlib import Path
 from codegen import matrix as mx
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.families.family import REQUIRED, Values
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 
 RESULTS = Path(__file__).resolve().parent.parent / "profiles" / "results"

@@ -6,7 +6,7 @@ Every kernel module offers
                                      ABI order; the stream is the callable's last parameter and not
                                      among the fakes
     feasible(spec) -> str | None     optional: why this variant cannot be built, or None
-    budget(spec) -> Budget           optional: what a CTA needs of an SM (common/budget.py)
+    budget(spec) -> Budget           optional: what a CTA needs of an SM (blocks/budget.py)
 
 so codegen, dispatch and tests treat all ops alike.  Which module builds a spec is declared by its
 family.  Importing this module does not import the compiler; asking for a module does.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .common.budget import Budget
+from .blocks.budget import Budget
 from .spec import VariantSpec
 
 

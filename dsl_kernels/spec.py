@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cache_records.record import Record
 from .families import ARCHS, FAMILIES, FORMATS, Axis, Family
 from .families.family import CACHE_DTYPE, REQUIRED
+from .formats.record import Record
 
 PREFIX = "snapmla_"
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from codegen.artifacts import write_atomic
-from dsl_kernels.families.formats import FORMATS as COSTED
 from dsl_kernels.families.fp8_decode import FAMILY
+from dsl_kernels.formats.registered import FORMATS as COSTED
 from dsl_kernels.spec import VariantSpec
 from profiles.roofline import FORMATS, card_by_name
 from snapmla.dispatch import Load, Share, parts_of, parts_of_lists, unit_rows

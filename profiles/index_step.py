@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
 from profiles.check import Check
 from profiles.peer_ops import COOPERATIVE_ROWS, WORKSPACE
 from profiles.timing import Call

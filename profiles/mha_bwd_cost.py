@@ -37,8 +37,8 @@ import typer
 from torch import Tensor
 
 from codegen.artifacts import write_atomic
-from dsl_kernels.mha_grads import rope_groups, stats_blocks
-from dsl_kernels.mha_list import most_tiles, workspace_words
+from dsl_kernels.formats.mha_grads import rope_groups, stats_blocks
+from dsl_kernels.formats.mha_list import most_tiles, workspace_words
 from dsl_kernels.spec import VariantSpec
 from profiles.mha_bwd_peers import FlashAttention4, Given
 from profiles.tables import mha_cost

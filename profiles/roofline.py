@@ -21,7 +21,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsl_kernels.families import formats
+from dsl_kernels.formats import registered
 
 CONTENT_DIM = 512
 ROPE_DIM = 64
@@ -48,7 +48,7 @@ class CacheFormat:
     fp8_tiles: int
 
 
-_SNAPMLA, _BF16 = formats.FORMATS["fp8"], formats.FORMATS["bf16"]
+_SNAPMLA, _BF16 = registered.FORMATS["fp8"], registered.FORMATS["bf16"]
 FORMATS: dict[str, CacheFormat] = {
     f.name: f
     for f in (

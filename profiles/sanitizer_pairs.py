@@ -108,14 +108,14 @@ HANDOVERS = (
         "`bar.warp.sync` or the softmax warps' named barrier, one lane arrives at INV_RING's full",
         "`bar.warp.sync`, one lane arrives at INV_RING's empty, which the next writers wait for",
         frozenset((
-            "across_warps.py:finish_rows", "softmax_many.py:finish_rows",
-            "mix16_frames.py:finish_rows", "dense_many.py:finish_rows",
-            "sparse_prefill_few.py:finish", "sparse_prefill_many.py:finish",
+            "across_warps.py:finish_rows", "rows_on_m.py:finish_rows",
+            "mix16_frames.py:finish_rows", "dense_rows_on_m.py:finish_rows",
+            "sparse_prefill_swap_ab.py:finish", "sparse_prefill_rows_on_m.py:finish",
         )),
         frozenset((
-            "fp8_etap.py:write_rows", "mix16_pv.py:write_rows", "mix16_v4_pv.py:write_rows",
-            "dense_few.py:write_rows", "dense_many.py:write_rows",
-            "sparse_prefill_few.py:write", "sparse_prefill_many.py:write",
+            "transposed.py:write_rows", "mix16_pv.py:write_rows", "mix16_v4_pv.py:write_rows",
+            "dense_swap_ab.py:write_rows", "dense_rows_on_m.py:write_rows",
+            "sparse_prefill_swap_ab.py:write", "sparse_prefill_rows_on_m.py:write",
         )),
     ),
     Handover(
@@ -124,15 +124,15 @@ HANDOVERS = (
         "`bar.warp.sync`, one lane frees P, or the tile's stage, whose next tile's P comes behind "
         "a wait for that tile",
         frozenset((
-            "softmax_few.py:block", "softmax_many.py:block", "softmax_many.py:hand_over",
-            "dense_few.py:block", "dense_many.py:block", "mix16_softmax.py:hand_over",
-            "mix16_overlap.py:give", "mix16_frames.py:move_frames", "sparse_prefill_few.py:tile",
-            "sparse_prefill_many.py:tile",
+            "swap_ab.py:block", "rows_on_m.py:block", "rows_on_m.py:hand_over",
+            "dense_swap_ab.py:block", "dense_rows_on_m.py:block", "mix16_softmax.py:hand_over",
+            "mix16_overlap.py:give", "mix16_frames.py:move_frames",
+            "sparse_prefill_swap_ab.py:tile", "sparse_prefill_rows_on_m.py:tile",
         )),
         frozenset((
-            "fp8_etap.py:pv_block", "softmax_role.py:any_flag", "mix16.py:pv_block",
-            "dense_few.py:pv_block", "dense_many.py:pv_block", "sparse_prefill_few.py:product",
-            "sparse_prefill_many.py:product",
+            "transposed.py:pv_block", "softmax_role.py:any_flag", "mix16.py:pv_block",
+            "dense_swap_ab.py:pv_block", "dense_rows_on_m.py:pv_block",
+            "sparse_prefill_swap_ab.py:product", "sparse_prefill_rows_on_m.py:product",
         )),
     ),
     Handover(
@@ -181,8 +181,8 @@ HANDOVERS = (
         "the warpgroup's named barrier, one lane a warp arrives at `ready`",
         "the next announcement of the readers' own block, which the writers wait for before they "
         "write the buffer again",
-        frozenset(("fp8_dual_wg.py:own_frame",)),
-        frozenset(("fp8_dual_wg.py:peer_frame",)),
+        frozenset(("dual_wg.py:own_frame",)),
+        frozenset(("dual_wg.py:peer_frame",)),
     ),
     Handover(
         "slot and rows of an item",
@@ -197,8 +197,8 @@ HANDOVERS = (
         "the lane that writes arrives at the slot's full barrier",
         "`bar.warp.sync`, one lane of each reading warp arrives at the slot's empty barrier, which "
         "the producer waits for before it writes",
-        frozenset(("mha_parts.py:put",)),
-        frozenset(("mha_parts.py:read",)),
+        frozenset(("attention_parts.py:put",)),
+        frozenset(("attention_parts.py:read",)),
     ),
     Handover(
         "verdicts on work tiles",
@@ -207,16 +207,16 @@ HANDOVERS = (
         "`bar.warp.sync`, one lane arrives: the producer's at the full barrier of the note that it "
         "gives next, a consumer's behind a pause at the empty barrier of the next note and of Q.  "
         "Without these no work tile is taken whose verdict has the same slot",
-        frozenset(("mha_hidden.py:tell", "mha_hidden.py:reset")),
-        frozenset(("mha_hidden.py:_told",)),
+        frozenset(("hidden_keys.py:tell", "hidden_keys.py:reset")),
+        frozenset(("hidden_keys.py:_told",)),
     ),
     Handover(
         "the first key of each channel of V that is no finite number",
         "`bar.warp.sync`, one lane arrives at the tile's `clean`",
         "`bar.warp.sync`, one lane of each consumer warp arrives at `seen`, which the clearing "
         "warp waits for before it scans the next such work tile's first tile",
-        frozenset(("mha_hidden.py:scan",)),
-        frozenset(("mha_hidden.py:poison",)),
+        frozenset(("hidden_keys.py:scan",)),
+        frozenset(("hidden_keys.py:poison",)),
     ),
     Handover(
         "words about a unit of index logits",
@@ -247,7 +247,7 @@ HANDOVERS = (
         "the copies arrive at `landed`, which the announcer waits for; behind it one of its lanes "
         "arrives at the tile's full barrier",
         "`bar.warp.sync`, one lane of each reading warp frees the stage, or the first half of its "
-        "rows, which each gathering lane waits for (`fp8_etap.py:pv_block` does without the "
+        "rows, which each gathering lane waits for (`transposed.py:pv_block` does without the "
         "`bar.warp.sync`: `ldmatrix.sync` is an instruction of the whole warp, which no lane is "
         "through with before all have executed it)",
         frozenset((
@@ -269,7 +269,7 @@ HANDOVERS = (
         "gathering lane waits for",
         frozenset(("gather.py:_copy", "gather_v4.py:_copy")),
         frozenset((
-            "f16_softmax.py:scales_of", "softmax_few.py:scales_of", "mix16_softmax.py:scales_of",
+            "f16_softmax.py:scales_of", "swap_ab.py:scales_of", "mix16_softmax.py:scales_of",
             "mix16_parts.py:_make", "mix16_powers.py:words_of_lane", "mix16_powers.py:words_at",
             "mix16_pages.py:_bits", "scale_triples.py:_make",
         )),
@@ -289,8 +289,8 @@ HANDOVERS = (
         "row sums of both warpgroups",
         "a named barrier of both warpgroups (`bar.sync 3, 256`)",
         "the same barrier once more, at the item's end",
-        frozenset(("fp8_dual_wg.py:finish_item",)),
-        frozenset(("fp8_dual_wg.py:finish_item",)),
+        frozenset(("dual_wg.py:finish_item",)),
+        frozenset(("dual_wg.py:finish_item",)),
         MEETING,
     ),
     Handover(
@@ -312,6 +312,28 @@ MOVED = {
 }
 
 
+# Files of records that have another name by now.
+RENAMED = {
+    "dense_few.py": "dense_swap_ab.py",
+    "dense_frames.py": "online_softmax.py",
+    "dense_many.py": "dense_rows_on_m.py",
+    "fp8_dual_wg.py": "dual_wg.py",
+    "fp8_etap.py": "transposed.py",
+    "mha_hidden.py": "hidden_keys.py",
+    "mha_parts.py": "attention_parts.py",
+    "softmax_few.py": "swap_ab.py",
+    "softmax_many.py": "rows_on_m.py",
+    "sparse_prefill_few.py": "sparse_prefill_swap_ab.py",
+    "sparse_prefill_many.py": "sparse_prefill_rows_on_m.py",
+}
+
+
+def renamed(function: str) -> str:
+    """``file.py:function`` of an older record, by the file's name today."""
+    file, _, name = function.partition(":")
+    return f"{RENAMED.get(file, file)}:{name}"
+
+
 @functools.cache
 def _functions(path: Path) -> list[tuple[int, int, str]]:
     """(first line, last line, name) of the functions of a file."""
@@ -324,7 +346,8 @@ def files_named(name: str, arch: str = "sm_90a") -> list[Path]:
     """Our files of that name that are compiled into kernels of ``arch``: none of the other
     architecture's, nor a family's, which declares variants on the host."""
     others = {"families", {"sm_90a": "sm100", "sm_100a": "sm90"}.get(arch)}
-    return [path for path in SOURCES.rglob(name) if path.parent.name not in others] if name else []
+    found = SOURCES.rglob(name) if name else ()
+    return [path for path in found if not others & {*path.relative_to(SOURCES).parts}]
 
 
 def function_at(place: str, arch: str = "sm_90a") -> str:
@@ -343,7 +366,7 @@ def function_at(place: str, arch: str = "sm_90a") -> str:
 
 def handover_of(functions: tuple[str, ...], what: str) -> Handover | None:
     """The handover that a pair is one of, ``what`` in racecheck's words: ``race: write ~ read``."""
-    functions = tuple(MOVED.get(name, name) for name in functions)
+    functions = tuple(MOVED.get(name, name) for name in map(renamed, functions))
     accesses = tuple(what.removeprefix(RACE).split(" ~ ")) if what.startswith(RACE) else ()
     return next((x for x in HANDOVERS if x.covers(functions, accesses)), None)
 

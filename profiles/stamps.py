@@ -34,8 +34,8 @@ import typer
 
 import snapmla
 from codegen.artifacts import write_atomic
+from dsl_kernels.formats.stamp import WORDS, Stamp
 from dsl_kernels.spec import VariantSpec, decode_spec
-from dsl_kernels.stamp import WORDS, Stamp
 from profiles import roofline, timing
 from profiles.machine import machine
 from profiles.page import command_line, commit

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache

@@ -1,5 +1,5 @@
 """Memory of a cache that is bytes: checks, and the fields in it, as the format's record says
-(``dsl_kernels.cache_records``).
+(``dsl_kernels.formats``).
 
 One tensor of bytes, which FlashMLA and vLLM shape (pages, P, 1, bytes of a token), vLLM also
 (pages, P, bytes of a token).  Where a page has several planes, as of DeepSeek V4, that is its shape
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.cache_records.record import Field, Record
+from dsl_kernels.formats.record import Field, Record
 from snapmla import checks
 
 BYTES = (torch.uint8, torch.int8, checks.FP8)  # dtypes that engines give the memory

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.families.formats import BYTES, DEFAULT, FORMATS
 from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.registered import BYTES, DEFAULT, FORMATS
 from snapmla import byte_cache, checks, launch, layouts, overlap, tracing
 
 
@@ -47,7 +47,7 @@ class PagedKVCache(launch.OverTensors):
             uint8 (num_pages, page_size, 1, 656), of other bytes as many as a token has, the form
             kernels take; None of an FP8 cache.
         format: how a token is stored: ``fp8``, ``bf16`` or ``f16``, as ``cache_dtype`` of plans, or
-            ``fp8_ds_mla`` (``dsl_kernels.families.formats`` has what follows from it).
+            ``fp8_ds_mla`` (``dsl_kernels.formats.registered`` has what follows from it).
         scale_fmt: of bytes, which scales tokens are appended with: None for float32 ones,
             ``ue8m0`` for powers of two.
         dtype: float8_e4m3fn, bfloat16 or float16; uint8 of ``fp8_ds_mla``.

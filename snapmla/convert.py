@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX
-from dsl_kernels.families.formats import FORMATS, Names
+from dsl_kernels.formats.dims import CACHE_TOPS, E4M3_MAX
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import FORMATS, Names
 from snapmla import checks, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.layouts import FP8

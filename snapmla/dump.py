@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels import index_cache
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats import index_cache
+from dsl_kernels.formats.registered import FORMATS
 from snapmla._version import __version__
 
 FORMAT = 1

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, fetch, overlap, quant, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache, expect_cache

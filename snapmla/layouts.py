@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dsl_kernels.cache_records import fp8
-from dsl_kernels.cache_records.fp8 import RECORD
-from dsl_kernels.cache_records.record import ELEMENT_BYTES
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
+from dsl_kernels.formats import fp8
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.fp8 import RECORD
+from dsl_kernels.formats.record import ELEMENT_BYTES
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks, tracing
 
 FP8 = torch.float8_e4m3fn

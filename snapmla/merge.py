@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, runtime

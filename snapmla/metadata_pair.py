@@ -10,7 +10,7 @@ causal: it is planned in step, a unit a sequence, and leaves no tile out.
 
 It is the caller's memory, so nothing is known of it: kernels take a sequence's query rows from the
 call, and rows of a sequence that the tables do not cover become NaN
-(``dsl_kernels/smxx/coverage.py``; ``covered`` is its rule in Python).
+(``dsl_kernels/combine/coverage.py``; ``covered`` is its rule in Python).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import ITEM_WORDS
+from dsl_kernels.formats.dims import ITEM_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, decode_plan, dispatch, env, launch, overlap, tracing
 from snapmla import plan as plans
@@ -79,7 +79,7 @@ def covered(
     items: list[list[int]], part_begin: list[int], split_begin: list[int], tiles: list[int],
     slots: int,
 ) -> list[bool]:  # fmt: skip
-    """Sequences that a pair's tables cover: the rule of ``dsl_kernels/smxx/coverage.py``.
+    """Sequences that a pair's tables cover: the rule of ``dsl_kernels/combine/coverage.py``.
 
     Args:
         items: rows of ``work_items``.

@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records import rows16
-from dsl_kernels.dims import ITEM_WORDS
-from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
+from dsl_kernels.formats import rows16
+from dsl_kernels.formats.dims import ITEM_WORDS
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, tracing
 from snapmla.decode_plan import DecodePlan, new_workspace, unit_capacity
 
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
-MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
+MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (combine/merge.py)
 ROW_FORMATS = (rows16.BF16.name, rows16.F16.name)  # ``format`` takes dtypes and these
 MAX_STRETCHES = 4  # of a part whose items must not be too long (``Format.longest_item``)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge

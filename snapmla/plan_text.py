@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing

@@ -1,9 +1,9 @@
 """FlashMLA's scheduling records, (num_sm_parts, 8) in the caller's memory: made, and read as plans.
 
-``made`` writes FlashMLA's meaning (``dsl_kernels/smxx/plan_to_records.py``), so that engines may
-copy, slice and edit what they get.  ``read`` takes any table of that width for cut points
-(``dsl_kernels/smxx/records_to_plan.py``): one launch before the decode, which gives every tile of
-the lengths as they are *then* to some part, whatever the records were made for.  Its tables are
+``made`` writes FlashMLA's meaning (``dsl_kernels/schedule/plan_to_records.py``), so that engines
+may copy, slice and edit what they get.  ``read`` takes any table of that width for cut points
+(``dsl_kernels/schedule/records_to_plan.py``): one launch before the decode, which gives every tile
+of the lengths as they are *then* to some part, whatever the records were made for.  Its tables are
 kept by stream, thread and shape: another thread may launch between ``read`` and the decode.
 Messages name ``tile_scheduler_metadata`` and ``get_mla_metadata``.
 """
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import ITEM_WORDS
-from dsl_kernels.records import MOST_PARTS, RECORD_WORDS
+from dsl_kernels.formats.dims import ITEM_WORDS
+from dsl_kernels.formats.sched_meta import MOST_PARTS, RECORD_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, decode_plan, dispatch, launch, metadata_pair, runtime, tracing
 from snapmla import plan as plans

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels import registry
-from dsl_kernels.dims import QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.cache import PagedKVCache

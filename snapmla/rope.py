@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import call as calls
 from snapmla import checks, quant, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache, expect_fp8

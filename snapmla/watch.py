@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import MERGE_CHECKED
+from dsl_kernels.formats.dims import MERGE_CHECKED
 from dsl_kernels.spec import VariantSpec
 from snapmla import dump, env, launch
 from snapmla._version import __version__

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 
 _Numbers = list[int] | None
 UNROTATED = "applied"  # as ``snapmla.dispatch.PLAIN``, which would import torch

@@ -6,6 +6,7 @@ the list of ops; matrix, registry, names, docs and tests ask it.
 
 from __future__ import annotations
 
+from ..formats.registered import FORMATS, Format
 from . import (
     append_index_k,
     append_kv,
@@ -32,7 +33,6 @@ from . import (
     sparse_prefill,
 )
 from .family import DECODE, HELPER, MHA, PREFILL, Axis, Family
-from .formats import FORMATS, Format
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
 UNTESTED: tuple[str, ...] = ("sm_100a",)  # whose kernels ran on the software GPU only

@@ -14,6 +14,7 @@ def points(_arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "append_index_k",
+    "indexer",
     IN_DTYPE,
     Axis("index_dtype", "i", ("i32", "i64"), "i32"),  # of slot_mapping
     Axis("hadamard", "hd", (0, 1), 0, named=False),  # 1: keys are rotated by that matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ..formats.registered import FORMATS
 from .family import (
     CACHE_DTYPE,
     COS_SIN_DTYPE,
@@ -15,7 +16,6 @@ from .family import (
     every,
     helper,
 )
-from .formats import FORMATS
 
 INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32")  # of slot_mapping
 # Of positions: engines keep both in one dtype.
@@ -43,6 +43,7 @@ def points(arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "append_kv",
+    "cache",
     *AXES,
     points=points,
     shown=("c_kv", "content", "kv"),

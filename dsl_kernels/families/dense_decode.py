@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..dims import TOKEN_TILE
+from ..formats.dims import TOKEN_TILE
 from .family import DECODE, Axis, Family, Values
 from .fp8_decode import PAGE_SIZES, ROW_TILES, cluster_of
 
@@ -21,9 +21,9 @@ AXES = (
     Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
 )
 MODULES = {
-    ("sm_90a", "split"): "dsl_kernels.sm90.dense_decode",
-    ("sm_100a", "ws"): "dsl_kernels.sm100.dense_ws",
-    ("sm_100a", "pair"): "dsl_kernels.sm100.dense_pair",
+    ("sm_90a", "split"): "dsl_kernels.sm90.b16.dense_decode",
+    ("sm_100a", "ws"): "dsl_kernels.sm100.b16.dense_ws",
+    ("sm_100a", "pair"): "dsl_kernels.sm100.b16.dense_pair",
 }
 # Tokens of a KV tile: what a kernel walks, so what its plans are made of.
 TOKEN_TILES = {**dict.fromkeys(MODULES, TOKEN_TILE), ("sm_100a", "pair"): 2 * TOKEN_TILE}

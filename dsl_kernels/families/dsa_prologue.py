@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..dims import KV_LORA_RANK
+from ..formats.dims import KV_LORA_RANK
+from ..formats.registered import FORMATS, ROWS_OF_BYTES
 from .family import CACHE_DTYPE, COS_SIN_DTYPE, IN_DTYPE, Axis, Values, helper
-from .formats import FORMATS, ROWS_OF_BYTES
 
 STYLES = ("interleaved", "neox")
 
@@ -24,11 +24,11 @@ def points(arch: str) -> Iterator[Values]:
 def _module(_arch: str, values: Values) -> str | None:
     record = FORMATS[values["cache_dtype"]]
     apart = record.rope is not None and record.content.count == KV_LORA_RANK
-    return "dsl_kernels.smxx.dsa_prologue" if apart else None
+    return "dsl_kernels.indexer.dsa_prologue" if apart else None
 
 
 _HELPER = helper(
-    "dsa_prologue",
+    "dsa_prologue", "indexer",
     IN_DTYPE,
     Axis("index_dtype", "i", ("i32", "i64"), "i32"),  # of both slot mappings
     Axis("hadamard", "hd", (0, 1), 0, named=False),  # 1: index keys and queries are rotated by it

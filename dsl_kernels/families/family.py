@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .formats import DEFAULT, EVERY, IN_16_BITS
+from ..formats.registered import DEFAULT, EVERY, IN_16_BITS
 
 REQUIRED: Any = object()  # "default" of an axis that every spec must give
 
@@ -136,16 +136,18 @@ def every(axes: tuple[Axis, ...]) -> Callable[[str], Iterator[Values]]:
 
 def helper(
     op: str,
+    folder: str,
     *axes: Axis,
     points: Callable[[str], Iterator[Values]] | None = None,
     **attributes: Any,
 ) -> Family:
-    """An op that one module in ``smxx`` builds, for every arch; all combinations if not told.
+    """An op that one module builds for every arch; all combinations of the axes without ``points``.
 
     Args:
+        folder: of ``dsl_kernels``, where the module is, which has the op's name.
         attributes: others of ``Family``.
     """
-    module = f"dsl_kernels.smxx.{op}"
+    module = f"dsl_kernels.{folder}.{op}"
     return Family(op, axes, lambda _arch, _values: module, points or every(axes), **attributes)
 
 

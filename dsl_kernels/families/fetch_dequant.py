@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..formats.registered import FORMATS
 from .family import CACHE_DTYPE, IN_DTYPE, Axis, Values, every, helper
-from .formats import FORMATS
 
 # How tokens are named: block table and lengths, flat indices, or block table and packed chunks.
 MODE = Axis("mode", "", ("pages", "indices", "ragged"))
@@ -26,6 +26,7 @@ def points(arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "fetch_dequant",
+    "cache",
     *AXES,
     points=points,
     shown=("content", "kv", "block_table", "indices", "out_nope"),

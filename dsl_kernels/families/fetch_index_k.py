@@ -21,6 +21,7 @@ def points(arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "fetch_index_k",
+    "indexer",
     KEY_DTYPE,
     MODE,
     INDEX_DTYPE,

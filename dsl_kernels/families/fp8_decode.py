@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..dims import TOKEN_TILE
+from ..formats.dims import TOKEN_TILE
 from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 
 PIPELINES = ("etap", "dual_wg", "f16", "ws", "pair")
@@ -28,11 +28,11 @@ AXES = (
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P
 )
 MODULES = {
-    ("sm_90a", "etap"): "dsl_kernels.sm90.fp8_etap",
-    ("sm_90a", "dual_wg"): "dsl_kernels.sm90.fp8_dual_wg",
-    ("sm_90a", "f16"): "dsl_kernels.sm90.f16",
-    ("sm_100a", "ws"): "dsl_kernels.sm100.fp8_ws",
-    ("sm_100a", "pair"): "dsl_kernels.sm100.fp8_pair",
+    ("sm_90a", "etap"): "dsl_kernels.sm90.fp8.transposed",
+    ("sm_90a", "dual_wg"): "dsl_kernels.sm90.fp8.dual_wg",
+    ("sm_90a", "f16"): "dsl_kernels.sm90.bytes16.f16",
+    ("sm_100a", "ws"): "dsl_kernels.sm100.fp8.ws",
+    ("sm_100a", "pair"): "dsl_kernels.sm100.fp8.pair",
 }
 # Tokens of a KV tile: what a kernel walks, so what its plans are made of.
 TOKEN_TILES = {**dict.fromkeys(MODULES, TOKEN_TILE), ("sm_100a", "pair"): 2 * TOKEN_TILE}
@@ -78,5 +78,5 @@ FAMILY = Family(
     shown=("q_nope", "content", "block_table"),
     results=("out", "lse"),
     reference="snapmla.repro:against_reference",
-    relies_on="smxx/coverage.py",  # rows of tables that do not fit become NaN
+    relies_on="combine/coverage.py",  # rows of tables that do not fit become NaN
 )

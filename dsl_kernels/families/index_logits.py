@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..index_cache import HEADS, UNIT_ROWS
+from ..formats.index_cache import HEADS, UNIT_ROWS
 from .family import Axis, Family, Values
 
 
@@ -18,8 +18,8 @@ def points(_arch: str) -> Iterator[Values]:
 
 
 MODULES = {
-    "sm_90a": "dsl_kernels.sm90.index_logits",
-    "sm_100a": "dsl_kernels.sm100.index_logits",
+    "sm_90a": "dsl_kernels.sm90.indexer.index_logits",
+    "sm_100a": "dsl_kernels.sm100.indexer.index_logits",
 }
 FAMILY = Family(
     "index_logits",

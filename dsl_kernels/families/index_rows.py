@@ -6,6 +6,7 @@ from .family import helper
 
 FAMILY = helper(
     "index_rows",
+    "indexer",
     shown=("cache_seqlens", "block_table", "lengths"),
     results=("lengths", "tables"),
 )

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from .family import OUT_DTYPE, helper
 
-FAMILY = helper("merge", OUT_DTYPE)
+FAMILY = helper("merge", "combine", OUT_DTYPE)

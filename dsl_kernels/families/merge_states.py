@@ -22,6 +22,7 @@ def points(_arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "merge_states",
+    "combine",
     IN_DTYPE,
     OUT_DTYPE,
     MODE,

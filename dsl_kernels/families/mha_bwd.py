@@ -18,7 +18,7 @@ def _none(_arch: str) -> Iterator[Values]:
 
 
 def _of_sm90(op: str, results: tuple[str, ...]) -> Family:
-    module = f"dsl_kernels.sm90.{op}"
+    module = f"dsl_kernels.sm90.mha.{op}"
     return Family(
         op,
         (D_QK, DTYPE),
@@ -33,12 +33,12 @@ def _of_sm90(op: str, results: tuple[str, ...]) -> Family:
 
 
 DELTA = helper(
-    "mha_delta", DTYPE, points=_none, kind=MHA, result_axis="dtype", shown=("out", "stats"),
-    results=("stats",),
+    "mha_delta", "sm90.mha", DTYPE, points=_none, kind=MHA, result_axis="dtype", shown=("out",
+    "stats"), results=("stats",),
 )  # fmt: skip
 ROPE_SUM = helper(
-    "mha_rope_sum", DTYPE, points=_none, kind=MHA, result_axis="dtype", shown=("parts", "dk_rope"),
-    results=("dk_rope",),
+    "mha_rope_sum", "sm90.mha", DTYPE, points=_none, kind=MHA, result_axis="dtype", shown=("parts",
+    "dk_rope"), results=("dk_rope",),
 )  # fmt: skip
 DQ = _of_sm90("mha_dq", ("dq",))
 DKV = _of_sm90("mha_dkv", ("dk_nope", "parts", "dv"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from ..mha_list import KEY_TILE, VALUES
+from ..formats.mha_list import KEY_TILE, VALUES
 from .family import MHA, Axis, Family, Values
 
 
@@ -36,10 +36,10 @@ AXES = (
 def _module(arch: str, values: Values) -> str | None:
     if values["softmax"] == "turns":
         there = arch == "sm_100a" and values["keys"] == "whole"
-        return "dsl_kernels.sm100.mha_fwd" if there else None
+        return "dsl_kernels.sm100.mha.mha_fwd" if there else None
     if arch != "sm_90a":
         return None
-    return "dsl_kernels.sm90." + ("mha_split" if values["keys"] == "split" else "mha_fwd")
+    return "dsl_kernels.sm90.mha." + ("mha_split" if values["keys"] == "split" else "mha_fwd")
 
 
 def points(arch: str) -> Iterator[Values]:

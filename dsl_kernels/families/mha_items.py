@@ -17,6 +17,7 @@ def points(_arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "mha_items",
+    "schedule",
     KEYS,
     LISTS,
     points=points,

@@ -9,6 +9,7 @@ D_V = Axis("d_v", "v", (128, 256), 128, named=False)
 
 FAMILY = helper(
     "mha_merge",
+    "combine",
     DTYPE,
     D_V,
     points=lambda _arch: iter(()),  # built when it is asked for, until it was measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .family import helper
 
 FAMILY = helper(
-    "plan_decode",
+    "plan_decode", "schedule",
     shown=("cache_seqlens",),
     results=(
         "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",

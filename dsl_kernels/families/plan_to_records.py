@@ -6,6 +6,7 @@ from .family import helper
 
 FAMILY = helper(
     "plan_to_records",
+    "schedule",
     shown=("records",),
     results=("records", "num_splits"),
 )

@@ -23,6 +23,7 @@ def points(arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "quantize_q",
+    "cache",
     *AXES,
     points=points,
     shown=("q_nope",),

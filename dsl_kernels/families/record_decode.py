@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cache_records.record import Record
-from ..dims import TOKEN_TILE
+from ..formats.dims import TOKEN_TILE
+from ..formats.record import Record
+from ..formats.registered import FORMATS as ALL
+from ..formats.registered import ROWS_OF_BYTES, Names
 from .family import DECODE, Axis, Family, Values
-from .formats import FORMATS as ALL
-from .formats import ROWS_OF_BYTES, Names
 from .sparse_decode import FAMILY as SPARSE
 from .sparse_decode import ROW_TILES
 
@@ -28,10 +28,10 @@ AXES = (
     Axis("cache_dtype", "kv", FORMATS, ROWS_OF_BYTES, named=False),
 )
 MODULES = {  # by ``Record.arrangement``
-    ("sm_90a", ("f32", 128, "own")): "dsl_kernels.sm90.mix16_pages",
-    ("sm_90a", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.mix16_v4_pages",
-    ("sm_90a", ("ue8m0", 32, "none")): "dsl_kernels.sm90.mix16_v41_pages",
-    ("sm_90a", ("f32", 128, "none")): "dsl_kernels.sm90.mix16_nope_pages",
+    ("sm_90a", ("f32", 128, "own")): "dsl_kernels.sm90.bytes16.mix16_pages",
+    ("sm_90a", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.bytes16.mix16_v4_pages",
+    ("sm_90a", ("ue8m0", 32, "none")): "dsl_kernels.sm90.bytes16.mix16_v41_pages",
+    ("sm_90a", ("f32", 128, "none")): "dsl_kernels.sm90.bytes16.mix16_nope_pages",
 }
 
 

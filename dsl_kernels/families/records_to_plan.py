@@ -6,6 +6,7 @@ from .family import helper
 
 FAMILY = helper(
     "records_to_plan",
+    "schedule",
     shown=("records", "cache_seqlens"),
     results=("tile_begin", "work_items", "part_begin", "split_begin", "planned_seqlens"),
 )

@@ -27,6 +27,7 @@ def points(_arch: str) -> Iterator[Values]:
 
 FAMILY = helper(
     "select_topk",
+    "indexer",
     THREADS,
     KEYS,
     CLUSTER,

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cache_records.record import Record
-from ..dims import TOKEN_TILE
+from ..formats.dims import TOKEN_TILE
+from ..formats.record import Record
+from ..formats.registered import BYTES, DEFAULT, FORMATS, ROWS_OF_BYTES, SPARSE
 from .family import DECODE, OUT_DTYPE, Axis, Family, Values
-from .formats import BYTES, DEFAULT, FORMATS, ROWS_OF_BYTES, SPARSE
 
 PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
@@ -54,16 +54,16 @@ AXES = (
     Axis("loads", "", ("cp_async", "gather4"), "cp_async", named=False),
 )
 MODULES = {  # over the FP8 cache
-    ("sm_100a", "ws"): "dsl_kernels.sm100.sparse_ws",
-    ("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap",
-    ("sm_90a", "f16"): "dsl_kernels.sm90.f16",
+    ("sm_100a", "ws"): "dsl_kernels.sm100.fp8.sparse_ws",
+    ("sm_90a", "etap"): "dsl_kernels.sm90.fp8.sparse_transposed",
+    ("sm_90a", "f16"): "dsl_kernels.sm90.bytes16.f16",
 }
 BYTE_MODULES = {  # over bytes, by ``Record.arrangement``
-    ("sm_90a", "mix16", ("f32", 128, "own")): "dsl_kernels.sm90.mix16",
-    ("sm_90a", "mix8", ("f32", 128, "own")): "dsl_kernels.sm90.mix8",
-    ("sm_90a", "mix16", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.mix16_v4",
-    ("sm_90a", "mix16", ("ue8m0", 32, "none")): "dsl_kernels.sm90.mix16_v41",
-    ("sm_90a", "mix16", ("f32", 128, "none")): "dsl_kernels.sm90.mix16_nope",
+    ("sm_90a", "mix16", ("f32", 128, "own")): "dsl_kernels.sm90.bytes16.mix16",
+    ("sm_90a", "mix8", ("f32", 128, "own")): "dsl_kernels.sm90.bytes16.mix8",
+    ("sm_90a", "mix16", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.bytes16.mix16_v4",
+    ("sm_90a", "mix16", ("ue8m0", 32, "none")): "dsl_kernels.sm90.bytes16.mix16_v41",
+    ("sm_90a", "mix16", ("f32", 128, "none")): "dsl_kernels.sm90.bytes16.mix16_nope",
 }
 
 
@@ -78,7 +78,7 @@ def _module(arch: str, values: Values) -> str | None:
     found = module_of(arch, values["pipeline"], FORMATS[values["cache_dtype"]])
     if values["loads"] == "cp_async":
         return found
-    return "dsl_kernels.sm100.sparse_gather4" if values["pipeline"] == "ws" and found else None
+    return "dsl_kernels.sm100.fp8.sparse_gather4" if values["pipeline"] == "ws" and found else None
 
 
 def points(arch: str) -> Iterator[Values]:

@@ -47,9 +47,9 @@ def _module(arch: str, values: Values) -> str | None:
         return None
     if values["query"] == "two":
         apart = values["d_qk"] == 576 and not indexer
-        return "dsl_kernels.sm90.sparse_prefill_pair" if apart else None
+        return "dsl_kernels.sm90.b16.sparse_prefill_pair" if apart else None
     more = "_indexer" * indexer + "_split" * split
-    return f"dsl_kernels.sm90.sparse_prefill{more}"
+    return f"dsl_kernels.sm90.b16.sparse_prefill{more}"
 
 
 def points(arch: str) -> Iterator[Values]:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .. import compat
-from ..common.barriers import Ring
+from ..blocks import compat
+from ..blocks.barriers import Ring
 
 LEADER = 0  # rank in the cluster
 
 
 class Rings(NamedTuple):
-    """Barriers that the roles hand over by (fp8_ws.py says which is which).
+    """Barriers that the roles hand over by (fp8/ws.py says which is which).
 
     Attributes:
         s, p, x, inv: scores; P with its factors; block products; 1 / row sums.

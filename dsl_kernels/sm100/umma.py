@@ -21,8 +21,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prim
 
-from .. import compat
-from ..common.types import BF16, F8
+from ..blocks import compat
+from ..blocks.types import BF16, F8
 
 LANES = 128  # of tensor memory
 K_BYTES = 32  # of an operand's row, consumed by one instruction

@@ -12,10 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from ..common.barriers import warps_meet
-from ..common.epilogue import finish_row
-from ..common.frames import NEVER
-from ..common.smem import array
+from ..blocks.barriers import warps_meet
+from ..blocks.smem import array
+from ..combine.epilogue import finish_row
+from ..combine.frames import NEVER
 from .fragments import padded_size, row_position
 
 WARPGROUP = 128

@@ -11,10 +11,10 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ..common.frames import NEVER, P_LOG2_MAX
-from ..common.types import F8, U16, U32
-from ..compat import dsl_user_op, inline_ptx
-from ..dims import TOKEN_TILE as TILE
+from ..blocks.compat import dsl_user_op, inline_ptx
+from ..blocks.types import F8, U16, U32
+from ..combine.frames import NEVER, P_LOG2_MAX
+from ..formats.dims import TOKEN_TILE as TILE
 from .fragments import RowsOnM, mask
 
 ROWS_ON_M = RowsOnM()

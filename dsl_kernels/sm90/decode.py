@@ -1,14 +1,14 @@
 """The decode kernel of SM90, whatever the cache and the arithmetic: barriers, registers, roles.
 
 A part (one CTA, or one cluster when ``row_tile`` is 128) walks its items of the work list
-(common/work_list.py).  Every warp role runs the same two loops, items and tiles, and meets the
+(load/work_list.py).  Every warp role runs the same two loops, items and tiles, and meets the
 others only at mbarriers:
 
     k_pipe   the loader -> all who read the K tile     (full: TMA bytes, empty: warps)
     q_pipe   the loader -> the Q.K warpgroup(s)        (likewise)
-    others   belong to the pipeline (fp8_etap.py, fp8_dual_wg.py, dense_decode.py)
+    others   belong to the pipeline (fp8/transposed.py, fp8/dual_wg.py, dense_decode.py)
 
-Roles here      wg 0: the loader's warps (common/loader.py; common/paged_tma.py: warp 0 KV, warp 1
+Roles here      wg 0: the loader's warps (load/loader.py; load/paged_tma.py: warp 0 KV, warp 1
                 Q, warp 2 what the format wants of a full stage); the rest is the pipeline's
 Shared memory   Q tile(s) | K ring | barriers | what format and pipeline add
 Timeline        barriers | PDL wait | items and tiles | PDL trigger when the last tile is asked for
@@ -26,15 +26,15 @@ import cutlass.memory
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from ..common import budget as bud
-from ..common.loader import Cache, Feed, Loader
-from ..common.q_tiles import QTiles
-from ..common.registers import claim_registers
-from ..common.stamps import Stamps
-from ..common.unplanned import void_unplanned
-from ..common.work_list import Call, WorkList
-from ..smxx.decode_entry import Tma
-from ..stamp import Stamp
+from ..blocks import budget as bud
+from ..blocks.registers import claim_registers
+from ..blocks.stamps import Stamps
+from ..entry.launch import Tma
+from ..formats.stamp import Stamp
+from ..load.loader import Cache, Feed, Loader
+from ..load.q_tiles import QTiles
+from ..load.unplanned import void_unplanned
+from ..load.work_list import Call, WorkList
 from .roles import ROWS_OF_CTA, WARPGROUP, Cta, Layouts
 
 if TYPE_CHECKING:

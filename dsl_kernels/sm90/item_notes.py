@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..common.smem import array
-from ..common.work_list import Rows
+from ..blocks.smem import array
+from ..load.work_list import Rows
 
 SOFTMAX_WARPS = 4
 ITEMS, WORDS = 2, 4  # slot, first row, end of the sequence's rows, whether it stands: read at once

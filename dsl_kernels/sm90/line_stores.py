@@ -18,7 +18,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common.types import U32
+from ..blocks.types import U32
 
 CHUNK, LINE = 16, 128  # bytes
 GROUP_ROWS = 8

@@ -14,7 +14,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.types import F8
+from ..blocks.types import F8
 
 
 def quantised(values, terms: int) -> list:

@@ -12,11 +12,11 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..common.types import BF16, F8, ROW_MAJOR
-from ..compat import wgmma_fence
-from ..dims import KV_LORA_RANK as D
-from ..dims import QK_ROPE_HEAD_DIM as R
-from ..dims import TOKEN_TILE as TILE
+from ..blocks.compat import wgmma_fence
+from ..blocks.types import BF16, F8, ROW_MAJOR
+from ..formats.dims import KV_LORA_RANK as D
+from ..formats.dims import QK_ROPE_HEAD_DIM as R
+from ..formats.dims import TOKEN_TILE as TILE
 from .wgmma import issue, issue_words, low_word, tiled_mma
 
 QK_GROUPS = 2  # partial sums of Q.K over the content channels

@@ -8,8 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from ..common.barriers import Ring
-from ..common.work_list import Call
+from ..blocks.barriers import Ring
+from ..load.work_list import Call
 
 WARPGROUP = 128
 ROWS_OF_CTA = 64
@@ -42,6 +42,6 @@ class Cta(NamedTuple):
     layouts: Layouts
     q_pipe: Any
     k_pipe: Any
-    gmem: Any  # of the format's entry (smxx/entry.py)
+    gmem: Any  # of the format's entry (entry/entries.py)
     call: Call
     part: Any

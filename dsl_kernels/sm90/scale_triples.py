@@ -9,9 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.barriers import Ring
-from ..common.fp8_per_token import TokenScales, safe_reciprocal
-from ..common.smem import array
+from ..blocks.barriers import Ring
+from ..blocks.smem import array
+from ..load.fp8_per_token import TokenScales, safe_reciprocal
 from .fragments import padded_size, row_position
 
 
@@ -36,7 +36,7 @@ class ScaleTriples:
         return dict(sigma=array(Float32, size, 128))
 
     def maker(self, st):
-        """``on_full`` of a loader (common/loader.py), which makes a stage's triples; None where
+        """``on_full`` of a loader (load/loader.py), which makes a stage's triples; None where
         none are wanted."""
         return (lambda kst: self._make(st, kst.index)) if self.wanted else None
 

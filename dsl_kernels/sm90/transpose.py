@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
-from ..common.types import U16, U32
+from ..blocks.types import U16, U32
 
 TILE = 64  # tokens of a K tile
 COLUMN_BLOCK = TILE * 128  # bytes of 128 channels of the tile: 64 rows of one 128-byte swizzle line

@@ -8,8 +8,8 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ..common.types import BF16, F8, U16
-from ..compat import dsl_user_op, undefined
+from ..blocks.compat import dsl_user_op, undefined
+from ..blocks.types import BF16, F8, U16
 
 # High word of a shared-memory descriptor: 128-byte swizzle, 1024 bytes between groups of 8 rows.
 DESCRIPTOR_HIGH = 0x40000040

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE_BYTES
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE_BYTES
 from profiles import index_step, table
 from profiles.index_step import CALLS, PAGE, PROMPT, Step, Timed
 from profiles.table import Row, Run, Table

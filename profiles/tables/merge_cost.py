@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import snapmla
-from dsl_kernels.dims import PARTIAL_ROW
+from dsl_kernels.formats.dims import PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from profiles import table
 from profiles.check import relative_l2

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dsl_kernels.mha_list import VALUES
+from dsl_kernels.formats.mha_list import VALUES
 from profiles import table
 from profiles.peer_libraries import FlashAttention3
 from profiles.table import Run, Table

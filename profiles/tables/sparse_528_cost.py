@@ -12,7 +12,7 @@ import dataclasses
 
 import torch
 
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from profiles import table
 from profiles.table import Run, Table
 from profiles.tables import sparse_cost, sparse_v4_cost

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from profiles import table
 from profiles.table import Row, Run, Table
 from profiles.timing import Call, TimingConfig

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.families.sparse_decode import ROW_TILES as TILES_OF
+from dsl_kernels.formats.dims import TOKEN_TILE
 from profiles import table
 from profiles.table import Row, Table
 from profiles.tables import sparse_cost

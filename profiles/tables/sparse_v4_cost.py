@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.formats.dims import TOKEN_TILE
 from profiles import table
 from profiles.table import Run, Table
 from profiles.tables import sparse_cost

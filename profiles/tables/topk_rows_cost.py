@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from dsl_kernels.formats.topk_share import share
 from dsl_kernels.spec import VariantSpec
-from dsl_kernels.topk_share import share
 from profiles import table, timing
 from profiles.table import Row, Run, Table
 from profiles.timing import TimingConfig

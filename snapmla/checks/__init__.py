@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.cache_records import rows16
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
+from dsl_kernels.formats import rows16
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla.checks.messages import (  # noqa: F401 (called as checks.NAME)
     ADVICE,
     APART,
@@ -68,8 +68,8 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  #
 ROWS = tuple(getattr(torch, each.element) for each in (rows16.BF16, rows16.F16))
 ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
 MAX_HEADS = 128
-MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (smxx/merge.py)
-MAX_UNIT_ROWS = 4_000_000  # of one unit: their places in a slot fit int32 (common/epilogue.py)
+MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (combine/merge.py)
+MAX_UNIT_ROWS = 4_000_000  # of one unit: their places in a slot fit int32 (combine/epilogue.py)
 # Kernels start their running maximum at -1e30, in log2 units: a logit below it would be no token.
 # 576 channels of float16's largest value in q and k, times this scale, stay above.
 MAX_SOFTMAX_SCALE = 2.0**57
@@ -163,7 +163,7 @@ def given_format(format: Any, cache_dtype: Any) -> tuple[str, Any]:
 
 
 def format_of(content: torch.Tensor) -> str:
-    """Name of the format (``dsl_kernels.families.formats``) whose content is of this dtype."""
+    """Name of the format (``dsl_kernels.formats.registered``) whose content is of this dtype."""
     names = _by_dtype()
     if content.dtype not in names:
         wanted = " or ".join(map(dtype_name, names))

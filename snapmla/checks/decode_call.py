@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache, expect_decoded
 from snapmla.decode_plan import DTYPES, TENSORS, DecodePlan

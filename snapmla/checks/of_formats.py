@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import FORMATS
 
 
 def named_by_width(width: int) -> str:

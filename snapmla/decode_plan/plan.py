@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, tracing
 from snapmla.decode_plan import stale
@@ -360,7 +360,7 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def merges(self) -> int:
         """``may_split`` of the exported function: which merge is launched behind decode
-        (``dsl_kernels.dims``)."""
+        (``dsl_kernels.formats.dims``)."""
         return MERGE_CHECKED if self._outside else int(self.may_split)
 
     @property

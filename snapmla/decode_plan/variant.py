@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import checks, dispatch, runtime
 
 FP8 = DEFAULT  # format of a cache, by name

@@ -3,7 +3,7 @@
 A plan is the only holder of the map from query rows to requests.  If offsets move and nobody calls
 ``update_``, a work item names rows of another request.  A call that gives its own offsets lets the
 kernel compare each item with them: results of an item that does not agree are NaN
-(``dsl_kernels/common/work_list.py``, ``WorkList.compared``).
+(``dsl_kernels/load/work_list.py``, ``WorkList.compared``).
 """
 
 from __future__ import annotations

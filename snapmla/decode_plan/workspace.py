@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.formats.registered import FORMATS
 
 
 def unit_capacity(batch: int, s_q: int | None, total_q: int, num_heads: int, unit_rows: int) -> int:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from dsl_kernels.families import record_decode, sparse_decode
-from dsl_kernels.families.formats import DEFAULT, FORMATS, ROWS_OF_BYTES
+from dsl_kernels.formats.registered import DEFAULT, FORMATS, ROWS_OF_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch import contest

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsl_kernels import registry
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.families import Family
 from dsl_kernels.families.family import OUT_DTYPE
-from dsl_kernels.families.formats import FORMATS, Format, Names
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.registered import FORMATS, Format, Names
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dsl_kernels.cache_records.rows16 import BF16
 from dsl_kernels.families.dense_decode import DTYPES, FAMILY, PAGE_SIZES, ROW_TILES
+from dsl_kernels.formats.rows16 import BF16
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import card_named
 from snapmla.dispatch.costs import Costs, Tile, costs_of

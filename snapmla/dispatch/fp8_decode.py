@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dsl_kernels.cache_records.fp8 import RECORD
-from dsl_kernels.cache_records.rows16 import F16
 from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES, TILES_OF, TWO_TERMS
+from dsl_kernels.formats.fp8 import RECORD
+from dsl_kernels.formats.rows16 import F16
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.decode import DecodeOp, Features

@@ -6,12 +6,12 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from dsl_kernels.cache_records import rows16
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.families.family import COS_SIN_DTYPE, IN_DTYPE, OUT_DTYPE, ROPE_STYLE
-from dsl_kernels.families.formats import DEFAULT, ENGINES_KEEP, FORMATS
-from dsl_kernels.index_cache import HEADS as INDEX_HEADS
-from dsl_kernels.mha_list import VALUES
+from dsl_kernels.formats import rows16
+from dsl_kernels.formats.index_cache import HEADS as INDEX_HEADS
+from dsl_kernels.formats.mha_list import VALUES
+from dsl_kernels.formats.registered import DEFAULT, ENGINES_KEEP, FORMATS
 from snapmla import checks
 from snapmla.dispatch.calls import DECODED
 from snapmla.dispatch.decode import STANDARD

@@ -12,11 +12,11 @@ from typing import Any
 
 from dsl_kernels.families import FAMILIES
 from dsl_kernels.families.family import OUT_DTYPE
-from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.index_logits import points as index_points
 from dsl_kernels.families.select_topk import points as topk_points
 from dsl_kernels.families.sparse_prefill import row_tile_of, split_row_tile_of
-from dsl_kernels.mha_list import VALUES
+from dsl_kernels.formats.mha_list import VALUES
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch.calls import choose_on, choose_sparse

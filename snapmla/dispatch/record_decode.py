@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsl_kernels.families.formats import FORMATS, Format
 from dsl_kernels.families.record_decode import FAMILY, PIPELINE, module_of
 from dsl_kernels.families.record_decode import FORMATS as DECODED
 from dsl_kernels.families.sparse_decode import ROW_TILES
+from dsl_kernels.formats.registered import FORMATS, Format
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch import dense_decode
 from snapmla.dispatch.decode import DecodeOp, Features, OfFormats

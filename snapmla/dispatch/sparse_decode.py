@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsl_kernels import registry
-from dsl_kernels.cache_records.rows16 import F16
 from dsl_kernels.families import ARCHS
-from dsl_kernels.families.formats import SPARSE, Format
 from dsl_kernels.families.sparse_decode import (
     FAMILY,
     ON_REQUEST,
@@ -20,6 +18,8 @@ from dsl_kernels.families.sparse_decode import (
     TWO_TERMS,
     module_of,
 )
+from dsl_kernels.formats.registered import SPARSE, Format
+from dsl_kernels.formats.rows16 import F16
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch import dense_decode, fp8_decode
 from snapmla.dispatch.cards import Card

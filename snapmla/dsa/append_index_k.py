@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_kernels.index_cache import INDEX_DIM
+from dsl_kernels.formats.index_cache import INDEX_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, op, runtime

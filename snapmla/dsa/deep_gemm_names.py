@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
 from snapmla import checks, launch
 from snapmla.dsa.index_logits import check_queries, index_logits, unit_choices
 

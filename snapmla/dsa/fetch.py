@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE
 from snapmla import call as calls
 from snapmla import checks, overlap, runtime
 from snapmla.decode_plan import nothing

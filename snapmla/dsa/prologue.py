@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.index_cache import HEADS, INDEX_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.index_cache import HEADS, INDEX_DIM
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, quant, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache

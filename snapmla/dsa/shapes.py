@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dsl_kernels.index_cache import PAGE
-from dsl_kernels.topk_share import share
+from dsl_kernels.formats.index_cache import PAGE
+from dsl_kernels.formats.topk_share import share
 
 
 class TopkShape(NamedTuple):

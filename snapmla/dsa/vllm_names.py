@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.index_cache import INDEX_DIM
+from dsl_kernels.formats.index_cache import INDEX_DIM
 from snapmla import checks, launch
 from snapmla.dsa.append_index_k import append_index_k
 from snapmla.dsa.fetch import fetch_index_k

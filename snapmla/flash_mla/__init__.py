@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK
+from dsl_kernels.formats.dims import HEAD_DIM_QK
 from snapmla import attention, checks, decode_plan, metadata_pair, overlap, records, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache

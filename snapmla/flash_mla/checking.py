@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from snapmla import checks
 from snapmla.cache import PagedKVCache
 from snapmla.flash_mla.unbuilt import OWN_FP8

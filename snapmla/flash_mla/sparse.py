@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records import ds_mla, nope, v4
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats import ds_mla, nope, v4
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import byte_cache, checks, launch, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace

@@ -10,8 +10,8 @@ from typing import NamedTuple, NoReturn
 import torch
 import typer
 
-from dsl_kernels.cache_records import ds_mla, v4
 from dsl_kernels.families import ARCHS
+from dsl_kernels.formats import ds_mla, v4
 from dsl_kernels.spec import VariantSpec
 from snapmla import env, runtime
 from snapmla.dispatch.model import Model

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.cache_records import ds_mla, v4
+from dsl_kernels.formats import ds_mla, v4
 from snapmla import checks, flash_mla, runtime
 from snapmla.errors import SnapMLAError
 

@@ -7,7 +7,7 @@ Workspace, int32 words, each part at a multiple of 16 bytes:
 
     work      row tiles, as of mha_prefill         workspace_words(total_q, n)
     key_work  tiles of keys                        workspace_words(total_k, n)
-    stats     f32 (h, blocks, PAD, 2)              dsl_kernels/mha_grads.py
+    stats     f32 (h, blocks, PAD, 2)              dsl_kernels/formats/mha_grads.py
     parts     f32 (total_k, groups, 64)            192 channels
     tables    cu_seqlens of n = b + 4 sequences    ``zero_rest``; else n = b
 """
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.mha_grads import PAD, rope_groups, stats_blocks
-from dsl_kernels.mha_list import WIDTHS, most_tiles, workspace_words
+from dsl_kernels.formats.mha_grads import PAD, rope_groups, stats_blocks
+from dsl_kernels.formats.mha_list import WIDTHS, most_tiles, workspace_words
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime

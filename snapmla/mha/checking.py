@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.mha_list import (
+from dsl_kernels.formats.mha_list import (
     VALUES,
     WIDTHS,
     SplitRoom,

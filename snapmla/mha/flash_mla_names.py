@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.mha_list import VALUES
+from dsl_kernels.formats.mha_list import VALUES
 from snapmla import checks
 from snapmla.mha.checking import D_QK
 from snapmla.mha.prefill import Results, mha_prefill

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.mha_list import VALUES, SplitRoom, workspace_words
+from dsl_kernels.formats.mha_list import VALUES, SplitRoom, workspace_words
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import distributed
 
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.formats.dims import KV_LORA_RANK
 from snapmla.errors import SnapMLAError
 from snapmla.merge import merge_states
 

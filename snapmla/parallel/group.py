@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import attention, checks, quant, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DecodePlan

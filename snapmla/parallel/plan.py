@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks, launch
 from snapmla.checks.tensors import FP8
 from snapmla.decode_plan import DecodePlan

@@ -9,7 +9,7 @@
     rows.py        the same decode over a BF16 cache, by the kernels of sparse_prefill; rows_plan.py
                    its plans, rows_kernel.py which kernel; lists.py what all check of lists
 
-The kernels' argument order is ``dsl_kernels/smxx/entry.py``'s.
+The kernels' argument order is ``dsl_kernels/entry/entries.py``'s.
 """
 
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import call as calls
 from snapmla import checks, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.formats.dims import TOKEN_TILE
 from snapmla import checks
 from snapmla.dispatch import calls as dispatch
 from snapmla.dispatch.cards import Card, card_named, find_card

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits

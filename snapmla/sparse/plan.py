@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, overload
 
 import torch
 
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace

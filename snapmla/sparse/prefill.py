@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import call as calls
 from snapmla import checks, launch, op, runtime, tracing
 from snapmla.cache import PagedKVCache

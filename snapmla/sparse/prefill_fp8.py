@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.record import Record
 from snapmla import checks
 
 Tensor = torch.Tensor

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, tracing
 from snapmla.cache import PagedKVCache, expect_cache

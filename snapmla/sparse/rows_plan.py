@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.cache_records import rows16
-from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.formats import rows16
+from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import call as calls
 from snapmla import checks, launch, tracing
 from snapmla.plan import sm_count

@@ -2,7 +2,7 @@
 beside their compressed tokens.
 
 A query token attends to the union.  To plans both lists are one: the second begins behind the whole
-tiles of the first, as the kernel has it (``dsl_kernels/common/gather_v4.py``).
+tiles of the first, as the kernel has it (``dsl_kernels/load/gather_v4.py``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import TOKEN_TILE
-from dsl_kernels.families.formats import FORMATS, Names
+from dsl_kernels.formats.dims import TOKEN_TILE
+from dsl_kernels.formats.registered import FORMATS, Names
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.sparse.lists import check_indices

@@ -1,14 +1,14 @@
 """Tokens of records that are bytes in plain torch: what ``append_kv`` writes and ``fetch_dequant``
-reads, byte for byte, as the record (``dsl_kernels.cache_records``) says."""
+reads, byte for byte, as the record (``dsl_kernels.formats``) says."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.record import ZEROS, Record
-from dsl_kernels.dims import E4M3_MAX
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import E4M3_MAX
+from dsl_kernels.formats.record import ZEROS, Record
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 from snapmla.byte_cache import DTYPES, Fields, fields_of
 from snapmla.testing.rounding import FP8, to_e4m3

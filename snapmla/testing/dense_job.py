@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import EXPONENT_CHANNELS, HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.dims import EXPONENT_CHANNELS, HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.decode_plan import new_workspace
@@ -24,14 +24,14 @@ LN2 = math.log(2.0)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
 SCALE = HEAD_DIM_QK**-0.5
-# The exported function's, in order (dsl_kernels/smxx/entry.py).
+# The exported function's, in order (dsl_kernels/entry/entries.py).
 ARGUMENTS = (
     "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
     "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",
     "causal", "lse_factor", "empty_lse", "may_split", "witness",
 )  # fmt: skip
 TILE = 64
-P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/dense_frames.py)
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/online_softmax.py)
 HALF_TOP = 15  # log2 of what the largest of 16 channels is below, as partial results store it
 
 # FlashMLA's gates of its dense decode: an element is right by either, the cosine is of all.
@@ -218,7 +218,7 @@ def _frames(t: Tensor, tile: int | None) -> Tensor:
 
 def stored_partial(out: Tensor) -> Tensor:
     """Channels (..., 512), fp64, as partial results keep them: fp16 beneath an exponent of 16
-    channels (dsl_kernels/common/partials.py)."""
+    channels (dsl_kernels/combine/partials.py)."""
     groups = out.unflatten(-1, (-1, EXPONENT_CHANNELS))
     exponent = torch.frexp(groups.abs().amax(-1, keepdim=True)).exponent
     scaled = torch.ldexp(groups, HALF_TOP - exponent)
@@ -403,7 +403,7 @@ class DenseJob:
 
     def _mimic(self, q: Tensor, tokens: Sequence[Tensor], limits: Sequence[Tensor]) -> Tensor:
         """(b, s_q, h, 512) with P in 16 bits and, of split sequences, partial results in fp16
-        (dsl_kernels/common/partials.py; of an fp16 cache they are fp32)."""
+        (dsl_kernels/combine/partials.py; of an fp16 cache they are fp32)."""
         dtype, tile = DTYPES[self.spec.dtype], self.spec.token_tile
         mimic, _ = dense_reference(q, tokens, limits, SCALE, dtype, tile)
         if dtype is torch.float16:

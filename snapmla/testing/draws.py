@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK as D_V
-from dsl_kernels.dims import QK_ROPE_HEAD_DIM as D_ROPE
+from dsl_kernels.formats.dims import KV_LORA_RANK as D_V
+from dsl_kernels.formats.dims import QK_ROPE_HEAD_DIM as D_ROPE
 
 SOFTMAX_SCALE = 192**-0.5
 AMPLITUDE_STD = 0.3

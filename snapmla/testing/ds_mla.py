@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import RECORD, ROPE_AT, SCALES_AT
+from dsl_kernels.formats.ds_mla import RECORD, ROPE_AT, SCALES_AT
 from snapmla.testing.byte_records import dequantize_tokens, quantize_tokens
 from snapmla.testing.rounding import FP8
 

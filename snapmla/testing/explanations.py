@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsl_kernels import dims
+from dsl_kernels.formats import dims
 from softgpu import mutate as mutation
 
 _EXPLANATION = re.compile(r"(?:(\d+) x )?([^@]+?)(?: @ (.+))?")

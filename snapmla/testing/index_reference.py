@@ -1,7 +1,7 @@
 """References of index logits: in fp64, and by the tensor core's own sums, Hopper's or Blackwell's.
 
 A call is made of tensors as the kernel takes them: q (rows, heads, 128) e4m3 or its bytes, w (rows,
-heads) fp32, a cache of pages (``dsl_kernels.index_cache``), and tables.
+heads) fp32, a cache of pages (``dsl_kernels.formats.index_cache``), and tables.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import QK_ROPE_HEAD_DIM
-from dsl_kernels.index_cache import INDEX_DIM, LEAST_AMAX, PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.formats.dims import QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.index_cache import INDEX_DIM, LEAST_AMAX, PAGE, PAGE_BYTES, SCALES_AT
 from snapmla.testing import accumulate, rope
 
 E4M3 = torch.float8_e4m3fn
@@ -86,7 +86,7 @@ def scores(given: Mapping[str, Any], products: str = "hopper") -> list[Scores]:
 def bits_on_blackwell(
     given: Mapping[str, Any], products: Products = accumulate.blackwell_fp8_dot
 ) -> list[Tensor]:
-    """fp32 scores of each row, bit for bit as ``sm100/index_logits.py``.
+    """fp32 scores of each row, bit for bit as ``sm100/indexer/index_logits.py``.
 
     Four sums take heads h, h + 4, ... by FMA, with one rounding for each head.  They are added in
     pairs, and the total is multiplied by the token's scale.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE
 from snapmla.testing import index_reference as reference
 
 NO_TOKEN, UNTOUCHED = -1, -2  # in the place of a slot: a row of zeros; one that is not written

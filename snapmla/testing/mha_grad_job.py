@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_grads import PAD, rope_groups, stats_blocks, stats_row
-from dsl_kernels.mha_list import most_tiles
+from dsl_kernels.formats.mha_grads import PAD, rope_groups, stats_blocks, stats_row
+from dsl_kernels.formats.mha_list import most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 from snapmla.testing.mha_job import (

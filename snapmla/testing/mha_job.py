@@ -2,7 +2,7 @@
 
 The mimic rounds P as the kernel does: tiles of 128 keys (80 beside 256 channels) from the last one
 on, P' = 2^(t - frame) in 16 bits, a frame that moves when a tile exceeds it by 2^15
-(dsl_kernels/sm90/dense_frames.py).
+(dsl_kernels/sm90/online_softmax.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import (
+from dsl_kernels.formats.mha_list import (
     HEADER,
     KEY_TILE,
     KEYS,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import (
+from dsl_kernels.formats.mha_list import (
     ENTRY_WORDS,
     HEADER,
     KEYS,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW
 from snapmla import byte_cache
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.dense_job import DenseErrors
@@ -23,7 +23,7 @@ from snapmla.testing.reference_plan import Queries
 from snapmla.testing.sparse_job import HEAD_SCALE, INT_MAX
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 
-# The exported function's, in order (dsl_kernels/smxx/entry.py).
+# The exported function's, in order (dsl_kernels/entry/entries.py).
 ARGUMENTS = (
     "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
     "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum", "softmax_scale",

@@ -1,13 +1,13 @@
 """Partial rows of split sequences in torch, bit for bit as the kernels keep them.
 
-The format is ``dsl_kernels/common/partials.py``'s: fp16 channels, an exponent byte for each 16.
+The format is ``dsl_kernels/combine/partials.py``'s: fp16 channels, an exponent byte for each 16.
 """
 
 from __future__ import annotations
 
 import torch
 
-from dsl_kernels.dims import EXPONENT_CHANNELS, KV_LORA_RANK
+from dsl_kernels.formats.dims import EXPONENT_CHANNELS, KV_LORA_RANK
 
 LEAST, MOST = 15, 254
 

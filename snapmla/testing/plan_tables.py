@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.dims import ITEM_WORDS
+from dsl_kernels.formats.dims import ITEM_WORDS
 from snapmla import runtime
 from snapmla.testing.reference_plan import BALANCE, Cuts, PlanReference, Queries
 

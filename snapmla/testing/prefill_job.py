@@ -1,7 +1,7 @@
 """Sparse prefill at the level of the ABI: inputs, fp64 reference, rounding mimic, FlashMLA's gates.
 
 The mimic rounds P as the kernel does: tiles of 64 entries from the first one on, P' = 2^(t - frame)
-in BF16, a frame that moves when a tile exceeds it by 2^15 (dsl_kernels/sm90/dense_frames.py).
+in BF16, a frame that moves when a tile exceeds it by 2^15 (dsl_kernels/sm90/online_softmax.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK as D_V
-from dsl_kernels.dims import TOKEN_TILE as TILE
+from dsl_kernels.formats.dims import KV_LORA_RANK as D_V
+from dsl_kernels.formats.dims import TOKEN_TILE as TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import LEAST_SCALE
-from dsl_kernels.cache_records.ds_mla import RECORD as DS_MLA
-from dsl_kernels.cache_records.record import ZEROS, Record
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM, TOKEN_TILE
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.formats.ds_mla import LEAST_SCALE
+from dsl_kernels.formats.ds_mla import RECORD as DS_MLA
+from dsl_kernels.formats.record import ZEROS, Record
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
 from snapmla.testing import dense_job, metrics, record_qk
@@ -30,21 +30,21 @@ from snapmla.testing.sparse_job import HEAD_SCALE, INT_MAX, SWING, SparseJob, Sp
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 
 ROUNDS_QUERIES = "mix8"  # pipeline whose content products are FP8 ones of a rounded query
-# Row tiles up to this one sum Q.K by groups (dsl_kernels/sm90/mix16_softmax.py); others round K,
-# and the LSE of a row that one token makes, or less than SHORT, shows it.
+# Row tiles up to this one sum Q.K by groups (dsl_kernels/sm90/bytes16/mix16_softmax.py); others
+# round K, and the LSE of a row that one token makes, or less than SHORT, shows it.
 GROUP_SUM_ROWS, SHORT, RATIO_ROUNDING = 32, 17, 2.0**-12
 MIMIC_FACTOR = 1.1
 # What the mimic does not have: sums in fp32, exponentials and logarithms to 2^-22, partial rows of
 # 16 bits.  With logits of hundreds of nats their last places count.
 SLACK, SLACK_OF_FRAMES = 1e-4, 2.5e-3
-# The exported function's, in order (dsl_kernels/smxx/entry.py).
+# The exported function's, in order (dsl_kernels/entry/entries.py).
 ARGUMENTS = (
     "q", "q_rope", "cache", "indices", "topk_length", "attn_sink", "work_items", "part_begin",
     "split_begin", "units", "row_limits", "cu_seqlens_q", "out", "lse", "o_accum", "lse_accum",
     "softmax_scale", "lse_factor", "empty_lse", "may_split", "witness", "q_stride",
     "q_rope_stride",
 )  # fmt: skip
-# And where there may be two lists (dsl_kernels/smxx/entry.py).
+# And where there may be two lists (dsl_kernels/entry/entries.py).
 TWO_LISTS = (*ARGUMENTS[:5], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[5:])
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
 HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn

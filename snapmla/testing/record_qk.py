@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import GROUPS
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.formats.dims import KV_LORA_RANK
+from dsl_kernels.formats.ds_mla import GROUPS
 from snapmla.testing.qk_bounds import (
     FP32_BITS,
     FP32_ROUNDINGS,
@@ -33,7 +33,7 @@ from snapmla.testing.qk_bounds import (
 )
 from snapmla.testing.record_reference import RecordCall
 
-TERM_TOP, ROPE_ABOVE = 7, 30  # dsl_kernels/sm90/mix8.py, mix16_parts.py
+TERM_TOP, ROPE_ABOVE = 7, 30  # dsl_kernels/sm90/bytes16/mix8.py, mix16_parts.py
 LEAST_EXPONENT = 42 - 127  # of a row
 LEAST_RATIO, LEAST_SCALE = 2.0**-40, 2.0**-100  # of a token's largest scale; of any
 GROUP = KV_LORA_RANK // GROUPS

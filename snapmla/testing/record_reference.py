@@ -1,4 +1,4 @@
-"""Sparse decode over caches of bytes (``dsl_kernels.cache_records``: rows of 656 bytes, V4's pages)
+"""Sparse decode over caches of bytes (``dsl_kernels.formats``: rows of 656 bytes, V4's pages)
 in plain torch: the truth, and the rounding of 16-bit products.
 
 A query token's list becomes a sequence of dense decode's reference, whose pool is the cache in
@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records import ds_mla
-from dsl_kernels.cache_records.record import ZEROS, Record
-from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.formats import ds_mla
+from dsl_kernels.formats.dims import TOKEN_TILE
+from dsl_kernels.formats.record import ZEROS, Record
 from snapmla import byte_cache
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
 LOG2E = math.log2(math.e)
-P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/dense_frames.py)
-APART = 2.0**-40  # dsl_kernels/sm90/mix16_parts.py
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/online_softmax.py)
+APART = 2.0**-40  # dsl_kernels/sm90/bytes16/mix16_parts.py
 
 
 Fields = tuple[Tensor, Tensor, Tensor]

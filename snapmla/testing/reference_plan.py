@@ -408,7 +408,7 @@ def records_reference(
     """The tables that ``records_to_plan`` makes of FlashMLA's records, entry for entry.
 
     Only where a record begins counts, as a cut on the line of all requests' tiles, on which an
-    empty request has one place; ``dsl_kernels/smxx/records_to_plan.py`` says more.
+    empty request has one place; ``dsl_kernels/schedule/records_to_plan.py`` says more.
 
     Args:
         records: one a part; its request and block come first.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX
-from dsl_kernels.dims import KV_LORA_RANK as D_V
+from dsl_kernels.formats.dims import CACHE_TOPS, E4M3_MAX
+from dsl_kernels.formats.dims import KV_LORA_RANK as D_V
 
 FP8 = torch.float8_e4m3fn
 ROPE_FLOOR = 2.0**-40  # scale >= max|rope| * ROPE_FLOOR

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.quant import QuantizedQuery
@@ -25,7 +25,7 @@ from snapmla.testing.workloads.samples import sample_tokens
 
 HEAD_SCALE = 576**-0.5
 INT_MAX = 2**31 - 1
-# The exported function's, in order (dsl_kernels/smxx/entry.py).
+# The exported function's, in order (dsl_kernels/entry/entries.py).
 ARGUMENTS = (
     "q_nope", "q_rope", "q_scale", "content", "rope", "scale", "indices", "topk_length",
     "attn_sink", "work_items", "part_begin", "split_begin", "units", "row_limits", "cu_seqlens_q",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks, layouts, quant
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import fetch, quant
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache

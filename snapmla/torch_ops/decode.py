@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, MERGE_CHECKED, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, MERGE_CHECKED, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, layouts, quant
 from snapmla.decode_plan import PlanVariant
 from snapmla.decode_plan.choices import OUT_NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK
+from dsl_kernels.formats.dims import ITEM_WORDS, KV_LORA_RANK
 from snapmla import checks
 from snapmla.decode_plan import FP8, partial_rows
 from snapmla.decode_plan.witness import Witness

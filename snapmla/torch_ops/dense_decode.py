@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import attention, byte_cache, checks, dispatch, layouts
 from snapmla.decode_plan import PlanVariant
 from snapmla.torch_ops.decode_arguments import (

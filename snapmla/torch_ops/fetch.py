@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import checks, fetch, layouts
 from snapmla.cache import PagedKVCache
 from snapmla.torch_ops.operator import Operator

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks, layouts
 from snapmla.cache import PagedKVCache
 from snapmla.dsa import fetch, step

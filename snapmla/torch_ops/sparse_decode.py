@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import FORMAT
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.formats.ds_mla import FORMAT
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import byte_cache, checks, layouts, quant
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import FP8

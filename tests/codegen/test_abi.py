@@ -187,9 +187,9 @@ def test_decode(calls: Calls) -> None:
 @needs_compiler
 def test_merge_inside_decode() -> None:
     """Decode's host half launches it; what it hands over are parameters of its own, by name."""
-    from dsl_kernels.smxx import decode_entry  # where the compiler is: it imports the DSL
+    from dsl_kernels.entry import launch  # where the compiler is: it imports the DSL
 
-    tree = ast.parse(inspect.getsource(decode_entry))
+    tree = ast.parse(inspect.getsource(launch))
     found = [
         [
             a.id if isinstance(a, ast.Name) else a.attr

@@ -13,7 +13,7 @@ from codegen import artifacts, audit
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from codegen.precompile import precompile
-from dsl_kernels.common import budget as bud
+from dsl_kernels.blocks import budget as bud
 from snapmla import runtime
 from tests.support.builds import CHEAP, borrow
 from tests.support.needs import needs_compiler

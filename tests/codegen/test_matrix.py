@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from codegen import closure, matrix, render, toolchain
 from codegen.__main__ import app
 from dsl_kernels import registry
-from dsl_kernels.common import budget as bud
+from dsl_kernels.blocks import budget as bud
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.families.fp8_decode import (
@@ -176,7 +176,7 @@ def test_unknown_arch_is_refused() -> None:
 def test_closure_follows_imports_only() -> None:
     spec = decode_spec("etap", 64, 64, "bf16")
     digest, files = closure.sources(spec)
-    assert "dsl_kernels/sm90/fp8_etap.py" in files and "dsl_kernels/dims.py" in files
+    assert "dsl_kernels/sm90/fp8/transposed.py" in files and "dsl_kernels/formats/dims.py" in files
     assert not any("append_kv" in f for f in files)
     assert closure.sources(decode_spec("etap", 16, 16, "f32"))[0] == digest
 

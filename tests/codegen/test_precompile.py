@@ -111,7 +111,7 @@ def test_edit_rebuilds_only_its_variants_in_a_real_tree(
     assert len(set(names)) == 15
     done = codegen("precompile", "--filter", "[mp]*e_[os]*", "--out", str(out), cwd=tree)
     assert "0 built, 15 up to date" in done.stdout, done.stdout + done.stderr
-    with (tree / "dsl_kernels" / "smxx" / "merge.py").open("a") as file:
+    with (tree / "dsl_kernels" / "combine" / "merge.py").open("a") as file:
         file.write("\n# edited\n")
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.o")}
     done = codegen("precompile", "--filter", "[mp]*e_[os]*", "--out", str(out), cwd=tree)
@@ -287,7 +287,7 @@ def test_edit_rebuilds_only_its_variants(
     variant_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = closure.ROOT / "smxx" / "merge.py"
+    path = closure.ROOT / "combine" / "merge.py"
     digest = closure._digest
 
     def edited(which: Path, mtime: int) -> bytes:

@@ -455,7 +455,7 @@ def test_picture_tells_the_budget() -> None:
     text = "\n".join(words)
     for group in declared.groups:
         assert f"{group.registers} registers a thread" in text
-    head = (ROOT / "dsl_kernels/sm90/fp8_etap.py").read_text()
+    head = (ROOT / "dsl_kernels/sm90/fp8/transposed.py").read_text()
     sizes = re.search(r"Q (\d+) \| K ring (\d+) x \((\d+) content \+ (\d+) RoPE \+ (\d+)", head)
     assert sizes is not None
     for size in sizes.groups():

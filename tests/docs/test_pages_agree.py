@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import snapmla
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from tests.docs.test_docs import PAGES, api
 from tests.support import ROOT
 

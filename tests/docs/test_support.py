@@ -12,7 +12,7 @@ import torch
 import snapmla
 from codegen import matrix as mx
 from dsl_kernels.families import ARCHS
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from profiles.prove_asked import ASKED_BLACKWELL
 from tests.docs.test_docs import render

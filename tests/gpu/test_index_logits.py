@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.index_cache import PAGE
+from dsl_kernels.formats.index_cache import PAGE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.dsa.append_index_k import append_index_k

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import pieces_of
+from dsl_kernels.formats.mha_list import pieces_of
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.mha import mha_prefill, workspace_size

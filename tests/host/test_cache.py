@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import PagedKVCache, layouts
 from tests.support.bits import same_bits
 from tests.support.cases import LAYOUTS

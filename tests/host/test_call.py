@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 import softgpu
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, QuantizedQuery, flash_mla, launch, layouts, overlap, runtime
 from snapmla import call as calls

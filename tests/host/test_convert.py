@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import snapmla
-from dsl_kernels.cache_records import ds_mla
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
+from dsl_kernels.formats import ds_mla
 from snapmla import PagedKVCache, byte_cache
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from snapmla.testing.rounding import quantize_rows

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import snapmla
-from dsl_kernels.cache_records import ds_mla
+from dsl_kernels.formats import ds_mla
 from snapmla import PagedKVCache, byte_cache, quant
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from tests.support.bits import same_bits

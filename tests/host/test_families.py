@@ -122,7 +122,7 @@ def test_counts_results_and_releases(specs: list[VariantSpec]) -> None:
         object.__setattr__(artifact, name, value)
     runtime._expect_sources(artifact, {"sources": ["dsl_kernels/families/sweep.py"]})
     with pytest.raises(VariantError, match=r"made without families/sweep\.py"):
-        runtime._expect_sources(artifact, {"sources": ["dsl_kernels/smxx/merge.py"]})
+        runtime._expect_sources(artifact, {"sources": ["dsl_kernels/combine/merge.py"]})
 
 
 def test_a_wheel_of_its_kind(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import flash_mla
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.two_lists import Second

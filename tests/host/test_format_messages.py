@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import snapmla
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import PagedKVCache, dsa, flash_mla, flash_mla_fp8
 from snapmla.dsa import vllm_names
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsl_kernels.families.family import CACHE_DTYPE
-from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import PagedKVCache, checks
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dsl_kernels.mha_grads import PAD, stats_blocks, stats_row
-from dsl_kernels.mha_list import most_tiles
+from dsl_kernels.formats.mha_grads import PAD, stats_blocks, stats_row
+from dsl_kernels.formats.mha_list import most_tiles
 from snapmla import runtime
 from snapmla.errors import VariantError
 from snapmla.mha import (

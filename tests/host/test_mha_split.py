@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import SplitRoom, pieces_of
+from dsl_kernels.formats.mha_list import SplitRoom, pieces_of
 from snapmla.mha import mha_prefill, workspace_size
 from snapmla.mha import prefill as front
 from snapmla.testing.mha_job import mha_errors, offsets

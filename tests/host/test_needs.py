@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import snapmla
 from codegen import matrix
-from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.mha_list import VALUES
+from dsl_kernels.formats.mha_list import VALUES
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import dispatch, dsa, env, flash_mla, runtime
 from snapmla.dispatch import Model

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 import snapmla
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import SnapMLAError
 from snapmla.parallel import ContextGroup
 from snapmla.parallel.sharding import Sharding

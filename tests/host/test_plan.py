@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 from dsl_kernels import registry
-from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.families import fp8_decode
+from dsl_kernels.formats.dims import TOKEN_TILE
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import dispatch
 from snapmla.plan import MAX_COST, default_num_parts

@@ -27,7 +27,7 @@ def tokens(kind: str, n: int, random: torch.Generator) -> tuple[Tensor, Tensor, 
 
 
 def summed(q8: Tensor, rope_q: Tensor, content: Tensor, s: Tensor, rope: Tensor) -> Tensor:
-    """S of the kernel (dsl_kernels/sm90/mix8.py) by the tensor core's model, fp32."""
+    """S of the kernel (dsl_kernels/sm90/bytes16/mix8.py) by the tensor core's model, fp32."""
     parts = [
         (q8[:, g : g + 128].float(), content[:, g : g + 128].float()) for g in range(0, 512, 128)
     ]

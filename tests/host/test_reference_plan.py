@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.formats.dims import TOKEN_TILE
 from snapmla.testing.reference_plan import (
     NOTHING_HIDDEN,
     PlanReference,

@@ -50,7 +50,7 @@ def test_a_decode_of_an_older_release_is_not_loaded(folder: Path, no_jit: None) 
     place(folder, SPEC)
     path = folder / f"{SPEC.name}.json"
     record = json.loads(path.read_text())
-    for sources in (["dsl_kernels/smxx/merge.py"], []):
+    for sources in (["dsl_kernels/combine/merge.py"], []):
         path.write_text(json.dumps({**record, "sources": sources}))
         artifact = runtime.find_or_build(SPEC, need_library=True)
         with pytest.raises(VariantError, match=rf"^{SPEC.name} in .* is of an older release"):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsl_kernels.cache_records import ds_mla, v4
+from dsl_kernels.formats import ds_mla, v4
 from snapmla import runtime
 from snapmla.dispatch.cards import card_of
 from snapmla.integrations.vllm import flashmla, heads, surface

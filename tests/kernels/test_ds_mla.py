@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records import ds_mla
+from dsl_kernels.formats import ds_mla
 from snapmla import PagedKVCache, byte_cache
 from snapmla.testing import fetched
 from snapmla.testing.rope import rms_norm_rows, rotate_rows

@@ -26,7 +26,7 @@ from tests.kernels.test_sparse_decode import BLACKWELL, GATHER4, kernel_of
 from tests.support.needs import needs_compiler
 from tests.support.planting import granted, line_of
 
-LOADS = Path(dsl_kernels.__file__).parent / "sm100/gather4_loads.py"
+LOADS = Path(dsl_kernels.__file__).parent / "sm100/fp8/gather4_loads.py"
 PITCHES = {  # (layout, page size): of content and RoPE, bytes of a row of their maps
     **{(layout, p): 128 for layout in ("split", "row640") for p in (1, 2, 53, 64)},
     ("paged", 1): 16, ("paged", 2): 16, ("paged", 53): 32, ("paged", 64): 128,

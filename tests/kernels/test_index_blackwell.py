@@ -23,7 +23,7 @@ from tests.support.needs import needs_compiler
 from tests.support.planting import granted, line_of
 
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]
-SOURCE = Path(dsl_kernels.__file__).parent / "sm100/index_logits.py"
+SOURCE = Path(dsl_kernels.__file__).parent / "sm100/indexer/index_logits.py"
 
 
 def commits(ins: Instr) -> str:

@@ -20,7 +20,7 @@ import softgpu
 from codegen import abi
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS
-from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import accumulate, selfcheck

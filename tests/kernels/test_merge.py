@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import ITEM_WORDS, MERGE, MERGE_CHECKED
+from dsl_kernels.formats.dims import ITEM_WORDS, MERGE, MERGE_CHECKED
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.plan import MAX_SLOTS
@@ -236,7 +236,7 @@ def test_merge_is_deterministic(slots: int) -> None:
 
 
 def test_merge_bound_is_the_plans() -> None:
-    from dsl_kernels.smxx import merge
+    from dsl_kernels.combine import merge
 
     assert (merge.CTAS + 1) * MAX_SLOTS < 2**32
 
@@ -244,7 +244,7 @@ def test_merge_bound_is_the_plans() -> None:
 def test_merge_finds_the_sequence_of_a_huge_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """8192 sequences of 62 pieces (17 GB of partial results, here one slot seen through stride 0):
     a few CTAs of the grid, which must write rows of their own sequences and of no other."""
-    from dsl_kernels.smxx import merge
+    from dsl_kernels.combine import merge
 
     batch, pieces, ctas = 8192, 62, merge.CTAS // 2
     begin = torch.arange(batch + 1, dtype=torch.int32) * pieces

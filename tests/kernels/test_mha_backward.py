@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dsl_kernels
-from dsl_kernels.mha_grads import DELTAS, READY
+from dsl_kernels.formats.mha_grads import DELTAS, READY
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck
@@ -37,7 +37,7 @@ of_each = pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 main_first = pytest.mark.parametrize(
     "spec", [pytest.param(s, marks=[] if s == MAIN else whole, id=s.name) for s in SPECS]
 )
-SOURCES = Path(dsl_kernels.__file__).parent / "sm90"
+SOURCES = Path(dsl_kernels.__file__).parent / "sm90" / "mha"
 
 
 def loaded(spec: VariantSpec) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import KEY_TILE
+from dsl_kernels.formats.mha_list import KEY_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsl_kernels.mha_list import HEADER, most_tiles, workspace_words
+from dsl_kernels.formats.mha_list import HEADER, most_tiles, workspace_words
 from snapmla.testing.mha_job import offsets, row_tiles
 from snapmla.testing.workloads import mha_items as work
 from softgpu import Options, using

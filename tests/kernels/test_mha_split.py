@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import (
+from dsl_kernels.formats.mha_list import (
     HEADER,
     PIECES,
     SPLITS,

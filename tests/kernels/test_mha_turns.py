@@ -24,7 +24,7 @@ from tests.support.planting import granted, line_of
 
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]
 NAME = "mha_fwd_d192_dbf16_turns_sm100a"
-SOURCES = Path(dsl_kernels.__file__).parent / "sm100"
+SOURCES = Path(dsl_kernels.__file__).parent / "sm100" / "mha"
 
 
 def none(ins: Instr) -> str:

@@ -44,8 +44,10 @@ def test_it_is_short_and_stands_on_what_is_shared() -> None:
     source = (ROOT / "tests/support/sum_pipeline.py").read_text()
     assert len(source.splitlines()) <= 120
     files = closure.sources(VariantSpec(op="sum_rows"))[1]
-    assert "dsl_kernels/common/paged_tma.py" in files
-    foreign = [f for f in files if re.search(r"fp8|sm90|sm100|wgmma|smxx|families", f)]
+    assert "dsl_kernels/load/paged_tma.py" in files
+    foreign = [
+        f for f in files if re.search(r"fp8|sm90|sm100|wgmma|schedule|cache/|indexer|families", f)
+    ]
     assert not foreign
 
 

@@ -244,7 +244,7 @@ def test_the_role_is_of_the_file_that_was_compiled() -> None:
     text = explanations.ROLES[role].text
     found = []
     for arch in ("sm90", "sm100"):
-        path = f"dsl_kernels/{arch}/softmax_role.py"
+        path = f"dsl_kernels/{arch}/fp8/softmax_role.py"
         lines = (explanations.KERNELS.parent / path).read_text().splitlines()
         for number in [i + 1 for i, line in enumerate(lines) if text in line] or [1]:
             site = mutate.Site(0, "", f"softmax_role.py:{number}", 1, "wait", path)

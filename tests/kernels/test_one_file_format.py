@@ -20,7 +20,7 @@ from torch import Tensor
 
 import snapmla
 from codegen import closure, compile, matrix
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla import runtime
 from softgpu import Options, using
 from tests.support import ROOT

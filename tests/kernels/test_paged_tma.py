@@ -64,7 +64,7 @@ def test_two_tiles_at_first(name: str, stages: int, monkeypatch: pytest.MonkeyPa
     """What is in flight before anything has landed is what two tiles take altogether; without the
     wait it is what the ring holds."""
     copies = Copies(name, monkeypatch)
-    from dsl_kernels.common import paged_tma
+    from dsl_kernels.load import paged_tma
 
     alone = {n: copies.of(n)[0] for n in (1, paged_tma.START_TILES, stages)}
     assert alone[1] < alone[paged_tma.START_TILES] < alone[stages]
@@ -89,7 +89,7 @@ def test_later_items_do_not_wait(tiles: tuple[int, ...], monkeypatch: pytest.Mon
 @needs_compiler
 def test_tiles_are_evicted_first() -> None:
     """All tiles of the cache carry one policy: evict first, until a sequence has 32 row blocks."""
-    from dsl_kernels.common.cache_format import EVICT_FIRST, EVICT_NORMAL
+    from dsl_kernels.load.planes import EVICT_FIRST, EVICT_NORMAL
 
     spec = VariantSpec.from_name("decode_etap_r16_p64_obf16_sm90a")
     kernel = runtime.kernel(spec, "cpu")

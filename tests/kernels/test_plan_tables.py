@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import ITEM_WORDS, PARTIAL_ROW, TOKEN_TILE
+from dsl_kernels.formats.dims import ITEM_WORDS, PARTIAL_ROW, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import partials, selfcheck

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsl_kernels.records import RECORD_WORDS
+from dsl_kernels.formats.sched_meta import RECORD_WORDS
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import plan_reference, records_of, records_reference
 from softgpu import Options, using

@@ -43,7 +43,7 @@ def line(file: str, text: str, after: str = "") -> str:
 
 def source(file: str) -> Path:
     """A file of SM90's kernels; SM100's may have the same name."""
-    [path] = (path for path in SOURCES.rglob(file) if path.parent.name != "sm100")
+    [path] = (path for path in SOURCES.rglob(file) if "sm100" not in path.parts)
     return path
 
 
@@ -117,12 +117,12 @@ KV_CONTENT = line("paged_tma.py", "cute.copy(cache.source[x].atom, source, at[x]
 KV_SCALES = line("fp8_per_token.py", "cute.copy(bulk, src, dst")
 ACQUIRE = line("paged_tma.py", "k_pipe.producer_acquire(kst)")
 GEMM = line("wgmma.py", "cute.gemm(atom, acc,")
-K_WAIT = line("softmax_few.py", "k_pipe.consumer_wait(kst)")
-READ_SCALE = line("softmax_few.py", "sigma = [s_ks[", "def scales_of")
+K_WAIT = line("swap_ab.py", "k_pipe.consumer_wait(kst)")
+READ_SCALE = line("swap_ab.py", "sigma = [s_ks[", "def scales_of")
 READ_V = line("transpose.py", "cute.copy(ldsm,")
-STORE_P = line("softmax_few.py", "cute.copy(stsm,", "def store_p")
-PV_WAIT = line("fp8_etap.py", "warpgroup.wait_group(0)", "def pv_block")
-FREE_P = line("fp8_etap.py", "P_RING.arrive_empty(", "def pv_block")
+STORE_P = line("swap_ab.py", "cute.copy(stsm,", "def store_p")
+PV_WAIT = line("transposed.py", "warpgroup.wait_group(0)", "def pv_block")
+FREE_P = line("transposed.py", "P_RING.arrive_empty(", "def pv_block")
 modes = pytest.mark.parametrize("mode", ["early", "late"])
 
 
@@ -235,32 +235,32 @@ def test_arrival_count_too_large(etap: Bench, mode: str) -> None:
 
 @modes
 def test_missing_proxy_fence_before_wgmma_reads_p(etap: Bench, mode: str) -> None:
-    source = line("softmax_few.py", "fence_proxy(")
+    source = line("swap_ab.py", "fence_proxy(")
     error = etap.broken({etap.one("fence.proxy.async", source).pc: ""}, mode)
     check(error, "missing-proxy-fence", STORE_P, GEMM)
 
 
 @modes
 def test_missing_proxy_fence_before_wgmma_reads_transposed_v(dual: Bench, mode: str) -> None:
-    source = line("fp8_dual_wg.py", "fence_proxy(", "def announce")
+    source = line("dual_wg.py", "fence_proxy(", "def announce")
     error = dual.broken({i.pc: "" for i in dual.all("fence.proxy.async", source)}, mode)
-    check(error, "missing-proxy-fence", line("fp8_dual_wg.py", "cute.copy(stsm,"), GEMM)
+    check(error, "missing-proxy-fence", line("dual_wg.py", "cute.copy(stsm,"), GEMM)
 
 
 @modes
 def test_one_lane_arrives_before_its_warp(etap: Bench, mode: str) -> None:
     """The factors that four lanes store, handed over by the first without a ``bar.warp.sync``."""
-    after = line("softmax_few.py", "cute.arch.sync_warp()", "flags_of(st)[wwarp, buf]")
+    after = line("swap_ab.py", "cute.arch.sync_warp()", "flags_of(st)[wwarp, buf]")
     error = etap.broken({etap.one("bar.warp.sync", after).pc: ""}, mode)
     assert isinstance(error, softgpu.Hazard) and error.kind in ("race", "missing-proxy-fence")
-    assert error.events[0].source.startswith("softmax_few.py")
+    assert error.events[0].source.startswith("swap_ab.py")
 
 
 @modes
 def test_missing_wgmma_wait(etap: Bench, mode: str) -> None:
     """Without the wait its own thread reads the product too early, before anyone reuses P."""
     error = etap.broken({etap.all("wgmma.wait_group", PV_WAIT)[-1].pc: ""}, mode)
-    check(error, "register-in-flight", GEMM, line("fp8_etap.py", "+ tmp[v] * beta["))
+    check(error, "register-in-flight", GEMM, line("transposed.py", "+ tmp[v] * beta["))
 
 
 @modes
@@ -289,10 +289,10 @@ def test_a_registers_overwritten_in_flight(etap: Bench, mode: str) -> None:
 @modes
 def test_missing_wgmma_fence(dual: Bench, mode: str) -> None:
     """The third product of a tile reuses the accumulators that the FFMAs have just read."""
-    wait = dual.one("wgmma.wait_group", line("fp8_dual_wg.py", "wait_group(1 if d < 3 else 0)"))
+    wait = dual.one("wgmma.wait_group", line("dual_wg.py", "wait_group(1 if d < 3 else 0)"))
     fence = next(i for i in dual.all("wgmma.fence") if i.pc > wait.pc)
     error = dual.broken({fence.pc: ""}, mode)
-    ffma = line("fp8_dual_wg.py", "acc_O[d][v] = acc_O[d][v] * factors[2 + i] + tmp")
+    ffma = line("dual_wg.py", "acc_O[d][v] = acc_O[d][v] * factors[2 + i] + tmp")
     check(error, "missing-wgmma-fence", ffma, GEMM)
 
 
@@ -331,15 +331,15 @@ def test_read_of_another_stage(etap: Bench) -> None:
 @modes
 def test_missing_barrier_between_warpgroups(dual: Bench, mode: str) -> None:
     """Each warpgroup has a barrier of its own where they should share one; all reports kept."""
-    source = line("fp8_dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_item")
+    source = line("dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_item")
     number = "mov.u32 own, %tid.x; shr.u32 own, own, 7; add.s32 own, own, 8;"
     own = f"{{ .reg .b32 own; {number} bar.sync own, 128; }}"
     alone = {dual.one("bar.sync", source).pc: own}
     # an overwrite needs one warpgroup to overtake the other, which is up to the schedule
     with mutate.planted(dual.kernel, dual.entry, alone):
         dual.run(mode, 1 if mode == "late" else None, hazards="collect")
-    stored = line("fp8_dual_wg.py", "sums[local + 8 * i, me] = mine")
-    read = line("fp8_dual_wg.py", "total = sums[local + 8 * i, 0]")
+    stored = line("dual_wg.py", "sums[local + 8 * i, me] = mine")
+    read = line("dual_wg.py", "total = sums[local + 8 * i, 0]")
     found = dual.kernel.last_stats[0].hazards
     for kind, first, second in (("overwrite-in-use", read, stored), ("race", stored, read)):
         pairs = [h for h in found if h.kind == kind]
@@ -382,7 +382,7 @@ def test_deadlock_by_phase_error(etap: Bench, mode: str) -> None:
     [producer] = [x for x in lines if f"{ACQUIRE} (PTX line" in x]
     assert "warp 0" in producer and "to complete phase parity 0; it is in phase 0" in producer
     assert "mbarrier at CTA 0, k_bar.empty[0] (offset " in producer
-    pv_wait = line("fp8_etap.py", "k_pipe.consumer_wait(kst)", "def pv_loop")
+    pv_wait = line("transposed.py", "k_pipe.consumer_wait(kst)", "def pv_loop")
     for source, first, last in ((K_WAIT, 4, 7), (pv_wait, 8, 15)):
         waiting = [x for x in lines if f"{source} (PTX line" in x]
         assert len(waiting) == last - first + 1
@@ -394,7 +394,7 @@ def test_deadlock_by_a_missing_arrival_names_the_ring(etap: Bench) -> None:
     [free] = etap.all("mbarrier.arrive", FREE_P)
     error = etap.broken({free.pc: ""})
     assert isinstance(error, softgpu.Deadlock)
-    wait = line("softmax_few.py", "P_RING.wait_empty(")
+    wait = line("swap_ab.py", "P_RING.wait_empty(")
     waiting = [x for x in str(error).splitlines() if f"{wait} (PTX line" in x]
     assert len(waiting) == 4
     assert all("mbarrier at CTA 0, p_bar.empty[0] (offset " in x for x in waiting)
@@ -406,7 +406,7 @@ def test_deadlock_by_a_missing_arrival_names_the_ring(etap: Bench) -> None:
 @pytest.mark.softgpu(seeds=(None, 5), asynchronous=("early", "late"))
 def test_the_fixture_turns_the_check_on(etap: Bench, software_gpu: softgpu.Options) -> None:
     assert etap.run(hazards="off")
-    fence = etap.one("fence.proxy.async", line("softmax_few.py", "fence_proxy("))
+    fence = etap.one("fence.proxy.async", line("swap_ab.py", "fence_proxy("))
     with (
         mutate.planted(etap.kernel, etap.entry, {fence.pc: ""}),
         pytest.raises(softgpu.Hazard) as error,

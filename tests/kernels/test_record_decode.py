@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import snapmla
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla.testing import record_job
 from snapmla.testing.dense_job import DenseErrors
 from snapmla.testing.paged_record_job import ARGUMENTS, PagedRecordJob, PagedShape

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dsl_kernels.dims import ITEM_WORDS
-from dsl_kernels.records import MOST_PARTS, RECORD_WORDS
+from dsl_kernels.formats.dims import ITEM_WORDS
+from dsl_kernels.formats.sched_meta import MOST_PARTS, RECORD_WORDS
 from snapmla.testing.reference_plan import records_reference
 from softgpu import Options, using
 from tests.support.needs import TARGETS, needs_kernels

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels import dims
-from dsl_kernels.cache_records.ds_mla import ROW_BYTES, SCALES_AT
+from dsl_kernels.formats import dims
+from dsl_kernels.formats.ds_mla import ROW_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import record_job, selfcheck
@@ -33,7 +33,7 @@ SCHEDULES = [
     Options(hazards="raise", asynchronous=how, seed=seed)
     for how, seed in (("random", 5), ("late", 3), ("early", 8))
 ]
-MIX8 = Path(dims.__file__).parent / "sm90" / "mix8.py"
+MIX8 = Path(dims.__file__).parent / "sm90" / "bytes16" / "mix8.py"
 LENGTHS = (1, 2, 64)
 REACHED = 0.5  # of its bound, by the worst LSE of queries that equal a token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.formats.dims import TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import cost

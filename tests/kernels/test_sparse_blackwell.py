@@ -129,8 +129,8 @@ def none(ins: Instr) -> str:
     return ""
 
 
-LOADS, WS, ROLE = "sm100/sparse_loads.py", "sm100/fp8_ws.py", "sm100/softmax_role.py"
-GATHER, PROMOTION = "common/gather.py", "sm100/promotion.py"
+LOADS, WS, ROLE = "sm100/fp8/sparse_loads.py", "sm100/fp8/ws.py", "sm100/fp8/softmax_role.py"
+GATHER, PROMOTION = "load/gather.py", "sm100/fp8/promotion.py"
 # Bug: opcode, (file, text of its line, behind which text), what stands there, kind of hazard.
 BUGS: dict[str, tuple[str, tuple[str, ...], Callable[[Instr], str], str]] = {
     "the announcer has no proxy fence": (

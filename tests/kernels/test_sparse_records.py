@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.formats.ds_mla import LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import record_job, selfcheck

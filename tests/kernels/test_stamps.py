@@ -11,8 +11,8 @@ from codegen import compile as compiler
 from codegen import matrix
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS
+from dsl_kernels.formats.stamp import WORDS, Stamp
 from dsl_kernels.spec import VariantSpec, decode_spec
-from dsl_kernels.stamp import WORDS, Stamp
 from profiles.shapes import DecodeShape
 from profiles.stamps import EVENTS, Step, event_times
 from tests.support.needs import needs_compiler

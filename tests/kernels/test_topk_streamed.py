@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.topk_share import share
+from dsl_kernels.formats.topk_share import share
 from snapmla.testing import topk_reference
 from snapmla.testing.workloads import select_topk as workload
 from softgpu import Options, using

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import CACHE_TOPS
+from dsl_kernels.formats.dims import CACHE_TOPS
 from profiles.model import attention, fake
 from profiles.model.attention import Blocks, attend_plainly
 from profiles.model.fake import SETTINGS, Setting, attend_quantised

@@ -21,7 +21,7 @@ from snapmla.testing.workloads.call import Call
 from tests.support.needs import needs_compiler, needs_kernels
 
 MERGE, PLAN = (VariantSpec.from_name(f"{n}_sm90a") for n in ("merge_obf16", "append_kv_xbf16_ii32"))
-KERNEL = prove.ROOT / "dsl_kernels/smxx/merge.py"
+KERNEL = prove.ROOT / "dsl_kernels/combine/merge.py"
 HOST = prove.ROOT / "snapmla/merge.py"
 WORKLOAD = prove.ROOT / "snapmla/testing/workloads/merge.py"
 
@@ -154,7 +154,7 @@ def test_a_renamed_file_voids_nothing(proven: list[Outcome], build: Path, tmp_pa
     """Its PTX names another file and has other lines; what it executes is the same."""
 
     def moved(text: str) -> str:
-        text = text.replace("smxx/merge.py", "combine/of_splits.py")
+        text = text.replace("combine/merge.py", "combine/of_splits.py")
         return text.replace(".loc\t1 3", ".loc\t1 4").replace("kernel_cutlass_", "kernel_moved_")
 
     # the name of a kernel is the object's, too, where softgpu looks for it

@@ -31,10 +31,11 @@ CLEAN = {
 
 def place(file: str, text: str, after: str = "") -> str:
     """``file.py:12``: where that text stands now."""
-    return line_of(SM90 / file, text, after)
+    [path] = SM90.rglob(file)
+    return line_of(path, text, after)
 
 
-READ_INV = place("fp8_etap.py", "inverse = inv_s[x, lane % 4]")
+READ_INV = place("transposed.py", "inverse = inv_s[x, lane % 4]")
 WRITE_INV = place("across_warps.py", "inv_s[row_position(ctid")
 IN = "in /b/dsl_kernels/sm90"
 RACE = f"""========= COMPUTE-SANITIZER
@@ -46,12 +47,12 @@ RIGHT: relative L2 7e-03
 {SUMMED}"""
 SYNC = f"""========= COMPUTE-SANITIZER
 ========= Warpgroup MMA sequence error: mismatching warpgroup instruction pc between warps
-=========     at {KERNEL}+0x2f70 in /b/dsl_kernels/sm90/mha_fwd.py:398
+=========     at {KERNEL}+0x2f70 in /b/dsl_kernels/sm90/mha/mha_fwd.py:398
 =========     by thread (128,0,0) in block (0,0,0)
 =========         Host Frame: main [0x12] in python3
 =========
 ========= Warpgroup MMA sequence error: mismatching warpgroup instruction pc between warps
-=========     at {KERNEL}+0x2f70 in /b/dsl_kernels/sm90/mha_fwd.py:398
+=========     at {KERNEL}+0x2f70 in /b/dsl_kernels/sm90/mha/mha_fwd.py:398
 =========     by thread (160,0,0) in block (0,0,0)
 =========
 RIGHT: all
@@ -69,7 +70,7 @@ RIGHT: all
 def test_pairs_of_racecheck() -> None:
     [found] = sanitizer.parse(RACE)
     assert found.what == "race: read ~ write" and found.places == (READ_INV, WRITE_INV)
-    assert found.functions == ("fp8_etap.py:write_rows", "across_warps.py:finish_rows")
+    assert found.functions == ("transposed.py:write_rows", "across_warps.py:finish_rows")
     assert "INV_RING" in found.why
 
 
@@ -106,7 +107,7 @@ def test_a_line_of_a_familys_declaration_is_not_taken() -> None:
     words = place("index_logits.py", "tiles = words[TILES]")
     assert sanitizer_pairs.function_at(words) == "index_logits.py:_compute"
     [kernel] = sanitizer_pairs.files_named("index_logits.py")
-    assert kernel.parent == SM90
+    assert kernel.is_relative_to(SM90)
 
 
 def verdict(text: str, tool: str = "racecheck", code: int = 0) -> Run:
@@ -139,7 +140,7 @@ def test_page_and_exit_code(tmp_path: Path) -> None:
     assert f"| not run | not run | {READ_INV} ~ {WRITE_INV} |" in text
     assert "4 runs: 4 clean or explained, 0 not, 0 not run" in text and "INV_RING" in text
     assert "- commit abc, 2026-01-01; line numbers are of that commit" in text
-    assert "`across_warps.py:finish_rows` -> `fp8_etap.py:write_rows`" in text
+    assert "`across_warps.py:finish_rows` -> `transposed.py:write_rows`" in text
     assert f"### {sanitizer_pairs.ONE_LANE.title}" in text
     assert sanitizer_pairs.LANDED.title not in text, "of which there is no pair"
     assert "Not explained" not in text

@@ -154,7 +154,7 @@ LOSSES = {  # by a handover's ``what``
     "gathered content of a tile": Loss(RECORDS, WAIT, LANDED, "read-before-complete"),
     "gathered scales of a tile": Loss(RECORDS, WAIT, LANDED, "read-before-complete"),
     "factors and flags that come with P": Loss(
-        ETAP, SYNC, (("softmax_few.py", "cute.arch.sync_warp()", "flags_of(st)[wwarp, buf]"),),
+        ETAP, SYNC, (("swap_ab.py", "cute.arch.sync_warp()", "flags_of(st)[wwarp, buf]"),),
         "race",
     ),
     "votes of the softmax warps for that frames move": Loss(
@@ -164,24 +164,24 @@ LOSSES = {  # by a handover's ``what``
         F16, WAIT, (("f16.py", "P_RING.wait_full(", "def clear"),)
     ),
     "frame factors of the other warpgroup's block": Loss(
-        DUAL, BARRIER, (("fp8_dual_wg.py", "cute.arch.barrier(", "def warpgroup_meets"),), "race",
+        DUAL, BARRIER, (("dual_wg.py", "cute.arch.barrier(", "def warpgroup_meets"),), "race",
         last=True,  # which is that of ``announce``
     ),
     "row sums of both warpgroups": Loss(
-        DUAL, BARRIER, (("fp8_dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_item"),), "race"
+        DUAL, BARRIER, (("dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_item"),), "race"
     ),
     "notes of work tiles": Loss(
-        MHA, SYNC, (("mha_parts.py", "cute.arch.sync_warp()", "def release"),)
+        MHA, SYNC, (("attention_parts.py", "cute.arch.sync_warp()", "def release"),)
     ),
     "verdicts on work tiles": Loss(
         MHA, SYNC,
         (
-            ("mha_hidden.py", "cute.arch.sync_warp()", "def _told"),
-            ("mha_hidden.py", "cute.arch.sync_warp()", "tried[count % SLOTS] = j"),
+            ("hidden_keys.py", "cute.arch.sync_warp()", "def _told"),
+            ("hidden_keys.py", "cute.arch.sync_warp()", "tried[count % SLOTS] = j"),
         ),
     ),
     "the first key of each channel of V that is no finite number": Loss(
-        MHA, SYNC, (("mha_hidden.py", "cute.arch.sync_warp()", "def poison"),)
+        MHA, SYNC, (("hidden_keys.py", "cute.arch.sync_warp()", "def poison"),)
     ),
     "words about a unit of index logits": Loss(INDEX, SYNC, UNIT_FREED),
     "weights of a unit of index logits, a bulk copy": Loss(INDEX, SYNC, UNIT_FREED),
@@ -232,27 +232,27 @@ def test_the_software_gpu_notices_the_loss(run: list[str]) -> None:
 PAIRS = [  # by their lines' text: the write, the read
     (
         ("across_warps.py", "inv_s[row_position(ctid"),
-        ("fp8_etap.py", "inverse = inv_s[x, lane % 4]"),
+        ("transposed.py", "inverse = inv_s[x, lane % 4]"),
     ),
     (
         ("mix16_powers.py", "cute.autovec_copy(four, cute.make_tensor(at,"),
         ("mix16_v4_parts.py", "return [[own[g, token + 8 * e, stage]"),
     ),
     (
-        ("sparse_prefill_many.py", "compat.store_shared(st.gamma"),
-        ("sparse_prefill_many.py", "gamma = [gamma_s["),
+        ("sparse_prefill_rows_on_m.py", "compat.store_shared(st.gamma"),
+        ("sparse_prefill_rows_on_m.py", "gamma = [gamma_s["),
     ),
     (
-        ("sparse_prefill_many.py", "inv[row] = finish_row("),
-        ("sparse_prefill_many.py", "head, inverse = item.block"),
+        ("sparse_prefill_rows_on_m.py", "inv[row] = finish_row("),
+        ("sparse_prefill_rows_on_m.py", "head, inverse = item.block"),
     ),
     (
         ("gather.py", "copy(to[2] + stage * (tile * n), source"),
         ("mix16_powers.py", "cute.autovec_copy(own, words)"),
     ),
     (
-        ("fp8_dual_wg.py", "sums[local + 8 * i, me] = mine"),
-        ("fp8_dual_wg.py", "total = sums[local + 8 * i, 0]"),
+        ("dual_wg.py", "sums[local + 8 * i, me] = mine"),
+        ("dual_wg.py", "total = sums[local + 8 * i, 0]"),
     ),
 ]
 WRITE_READ, READ_WRITE = "race: write ~ read", "race: read ~ write"
@@ -305,12 +305,12 @@ def test_nothing_but_a_handovers_own_pairs_is_explained() -> None:
     # the same functions, of other memory: scales are not content, nor the other way about
     for pair in (
         ("gather.py:_copy", "mix16_softmax.py:load_k"),
-        ("gather.py:_lines", "softmax_few.py:scales_of"),
+        ("gather.py:_lines", "swap_ab.py:scales_of"),
         ("mix16_parts.py:_clear", "mix16_softmax.py:facts_of"),
         ("mix16_parts.py:convert", "mix16_softmax.py:load_k"),
         ("index_scoring.py:_fill", "index_logits.py:_kept"),
         ("index_scoring.py:_announce", "index_logits.py:_tile"),
-        ("item_notes.py:note", "fp8_etap.py:write_rows"),
+        ("item_notes.py:note", "transposed.py:write_rows"),
     ):
         assert pair not in explained
 

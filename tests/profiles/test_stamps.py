@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dsl_kernels.stamp import WORDS, Stamp
+from dsl_kernels.formats.stamp import WORDS, Stamp
 from profiles import stamps
 
 

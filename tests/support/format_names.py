@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsl_kernels.families.formats import BYTES, FORMATS
+from dsl_kernels.formats.registered import BYTES, FORMATS
 from tests.support import ROOT
 
 SERVICE = ("dsl_kernels", "codegen", "snapmla")

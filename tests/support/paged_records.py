@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
-from dsl_kernels.families.formats import FORMATS as FORMATS_OF
 from dsl_kernels.families.record_decode import FORMATS
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.formats.registered import FORMATS as FORMATS_OF
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck

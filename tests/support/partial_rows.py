@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from dsl_kernels.common.epilogue import Held, Results, Shared, write_rows
-from dsl_kernels.common.work_list import Rows
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.combine.epilogue import Held, Results, Shared, write_rows
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.load.work_list import Rows
 from tests.support.dsl_program import command, fake
 
 

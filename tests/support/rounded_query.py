@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import GROUPS
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.formats.dims import KV_LORA_RANK
+from dsl_kernels.formats.ds_mla import GROUPS
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import record_qk
 from snapmla.testing.record_job import RecordJob, RecordShape

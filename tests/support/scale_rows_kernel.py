@@ -10,7 +10,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import cute
 
-from dsl_kernels import compat
+from dsl_kernels.blocks import compat
 
 THREADS = 32
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsl_kernels.cache_records import nope
-from dsl_kernels.cache_records.record import Field
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats import nope
+from dsl_kernels.formats.record import Field
+from dsl_kernels.formats.registered import FORMATS
 
 _SCALES = Field("f32", 4)
 RECORD = replace(

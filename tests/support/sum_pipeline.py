@@ -16,16 +16,16 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as helpers
 from cutlass import Float32, Int32
 
-from dsl_kernels import compat
-from dsl_kernels.common import budget as bud
-from dsl_kernels.common.cache_format import CacheFormat, Plane
-from dsl_kernels.common.epilogue import Held, Results, Shared, finish_row, write_rows
-from dsl_kernels.common.loader import Cache, Feed
-from dsl_kernels.common.paged_tma import PagedTma
-from dsl_kernels.common.smem import array, staged, struct_of
-from dsl_kernels.common.types import BF16, F16, ROW_MAJOR
-from dsl_kernels.common.work_list import Call, Work, WorkList
-from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.blocks import budget as bud
+from dsl_kernels.blocks import compat
+from dsl_kernels.blocks.smem import array, staged, struct_of
+from dsl_kernels.blocks.types import BF16, F16, ROW_MAJOR
+from dsl_kernels.combine.epilogue import Held, Results, Shared, finish_row, write_rows
+from dsl_kernels.formats.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.load.loader import Cache, Feed
+from dsl_kernels.load.paged_tma import PagedTma
+from dsl_kernels.load.planes import CacheFormat, Plane
+from dsl_kernels.load.work_list import Call, Work, WorkList
 
 TILE, STAGES, ADDERS = 64, 2, 8  # tokens; tiles in flight; warps
 FORMAT = CacheFormat((Plane("v", BF16, HEAD_DIM_QK),))

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import ROW_BYTES
+from dsl_kernels.formats.ds_mla import ROW_BYTES
 from snapmla.integrations import vllm as plugin
 from snapmla.testing import metrics
 from snapmla.testing.record_reference import RecordCall, record_decode_mimic

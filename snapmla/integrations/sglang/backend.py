@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, plan_cache, quant, runtime
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations.sglang import refuse

@@ -29,8 +29,8 @@ from typing import Any, cast
 
 import torch
 
-from dsl_kernels.cache_records import nope, v41
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.formats import nope, v41
+from dsl_kernels.formats.dims import KV_LORA_RANK
 from snapmla import env, flash_mla
 from snapmla.integrations import flashmla_switch
 from snapmla.integrations.flashmla_switch import Told

@@ -30,7 +30,7 @@ from sglang.srt.models.deepseek_common import utils
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import attention_backends, get_exec
 
-from dsl_kernels.dims import HEAD_DIM_QK
+from dsl_kernels.formats.dims import HEAD_DIM_QK
 from snapmla import env, layouts
 from snapmla.integrations.sglang import flashmla, refuse
 from snapmla.integrations.sglang.refuse import BACKEND

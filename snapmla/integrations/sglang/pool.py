@@ -17,7 +17,7 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import cache, fetch, layouts, quant
 from snapmla.integrations.sglang.refuse import MOVES, PAGE
 

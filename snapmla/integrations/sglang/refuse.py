@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import env
 
 BACKEND = "snapmla"

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import snapmla
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import checks
 from snapmla.integrations.transformers import prefill as prompts
 from snapmla.integrations.transformers.attention import TAG

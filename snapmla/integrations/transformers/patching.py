@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla.integrations.transformers.attention import TAG, attention
 from snapmla.integrations.transformers.cache import SnapMLACache
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import snapmla
-from dsl_kernels.dims import HEAD_DIM_QK
+from dsl_kernels.formats.dims import HEAD_DIM_QK
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.errors import SnapMLAError

@@ -38,7 +38,7 @@ from vllm.model_executor.layers.attention import mla_attention as mla
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, cache, fetch, layouts, plan_cache, quant, runtime
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations import vllm as plugin

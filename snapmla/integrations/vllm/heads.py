@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dsl_kernels.cache_records import ds_mla, v4
+from dsl_kernels.formats import ds_mla, v4
 from snapmla import runtime
 from snapmla.dispatch.calls import choose_sparse
 from snapmla.dispatch.cards import Card, card_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.arguments import ordered
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing.comparison import DecodeErrors, decode_errors, mimic_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.decode_plan import new_workspace

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.index_cache import INDEX_DIM, PAGE_BYTES
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import HEAD_DIM_QK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
+from dsl_kernels.formats.dims import HEAD_DIM_QK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dsa.append_index_k import SCALES
 from snapmla.dsa.prologue import Prologue, prologue

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
-from dsl_kernels.index_cache import PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.index_cache import PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN

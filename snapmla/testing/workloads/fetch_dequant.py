@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.cache import PagedKVCache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla.dsa.fetch import fetch_index_k
 from snapmla.testing import index_tables

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla.dsa import index_logits
 from snapmla.testing import index_reference as reference

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics, partials
 from snapmla.testing.workloads import exact

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla.merge import MAX_LIST
 from snapmla.testing import metrics, reference

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_grads import DELTAS, PAD, READY, rope_groups, stats_blocks
-from dsl_kernels.mha_list import TAKEN, WIDTHS, most_tiles
+from dsl_kernels.formats.mha_grads import DELTAS, PAD, READY, rope_groups, stats_blocks
+from dsl_kernels.formats.mha_list import TAKEN, WIDTHS, most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_grad_job import GradJob
 from snapmla.testing.mha_job import MhaJob, offsets, work_of

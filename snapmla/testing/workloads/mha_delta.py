@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.mha_grads import PAD, stats_blocks
+from dsl_kernels.formats.mha_grads import PAD, stats_blocks
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_grad_job import GradJob
 from snapmla.testing.mha_job import MhaJob

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from dsl_kernels.mha_list import ROWS, WIDTHS, SplitRoom, most_tiles
+from dsl_kernels.formats.mha_list import ROWS, WIDTHS, SplitRoom, most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_job import MhaJob, offsets, work_of
 from snapmla.testing.mha_split_job import SplitJob, merged, split_work

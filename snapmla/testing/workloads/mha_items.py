@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.mha_list import (
+from dsl_kernels.formats.mha_list import (
     ENTRY_WORDS,
     HEADER,
     LIST,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import SplitRoom
+from dsl_kernels.formats.mha_list import SplitRoom
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 from snapmla.testing.comparison import MIMIC_FACTOR

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.dims import ITEM_WORDS
+from dsl_kernels.formats.dims import ITEM_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import BALANCE, Cuts, Queries, plan_reference

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.records import RECORD_WORDS
+from dsl_kernels.formats.sched_meta import RECORD_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.reference_plan import PlanReference, plan_reference, records_of
 from snapmla.testing.workloads import exact

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import rounding
 from snapmla.testing.workloads import exact, rotary

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dsl_kernels.cache_records.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import ITEM_WORDS
-from dsl_kernels.records import RECORD_WORDS
+from dsl_kernels.formats.dims import ITEM_WORDS
+from dsl_kernels.formats.sched_meta import RECORD_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.reference_plan import plan_reference, records_of, records_reference
 from snapmla.testing.workloads import exact

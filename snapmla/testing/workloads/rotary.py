@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import rope
 from snapmla.testing.workloads.call import DTYPES, INDEX

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsl_kernels.formats.topk_share import share
 from dsl_kernels.spec import VariantSpec
-from dsl_kernels.topk_share import share
 from snapmla.dsa import select_topk
 from snapmla.testing import topk_reference
 from snapmla.testing.workloads import exact

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing.plan_tables import PlanTables

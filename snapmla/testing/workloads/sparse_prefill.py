@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.prefill_job import PrefillJob, queries
 from snapmla.testing.workloads import exact

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.cache_records.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
-from dsl_kernels.cache_records.record import Record
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache, runtime
 from snapmla.testing.plan_tables import PlanTables

@@ -1,0 +1,1 @@
+"""Kernels that write and read the paged cache, and that quantise queries."""

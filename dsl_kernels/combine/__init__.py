@@ -1,0 +1,1 @@
+"""Output rows, partial rows of splits, and the kernels that combine them."""

@@ -1,1 +1,0 @@
-"""Vocabulary shared by the kernels."""

@@ -1,0 +1,1 @@
+"""Kernels that make work lists on the device: decode's plan, FlashMLA's metadata, prefill's."""

@@ -1,0 +1,1 @@
+"""Decode over 16-bit rows on datacenter Blackwell."""

@@ -1,0 +1,86 @@
+"""Sparse FP8 MLA decode for SM100: pipeline ``ws`` (fp8/ws.py) behind a gathering loader.
+
+Every query token is a sequence of its own, whose row of ``indices`` names up to topk tokens of the
+cache.  Softmax, P.V's issuer, promotion, epilogue, merge and work list are those of decode over
+pages, and so are numerics: a list that names all tokens in their order gives decode's bits.
+
+Roles           as ws's, but for the first warpgroup (sparse_loads.py):
+                warps 0, 3  gather rows; warp 0 has Q's tiles copied, warp 3 also does what ws's
+                            does: tensor memory, rows that no item has
+                warp 1      announces tiles, and issues Q.K
+                warp 2      issues P.V
+Shared memory   as ws's, and a barrier a stage (``landed``)
+Tensor memory   as ws's
+
+Timeline of tile i (one stage of the KV ring)
+    gather        | entries i+1 | wait empty | cp.async i ... | arrive when they have landed
+    Q.K issuer    | wait landed, proxy fence, full | wait S free | Q.K i | ...
+    softmax       |                                wait full | sigmas i | S i -> registers | ...
+    P.V issuer, promotion: as ws's
+
+128 heads are two row blocks of 64 in two CTAs, side by side: the second finds the rows in L2.
+
+Executed on the software GPU (softgpu); no Blackwell GPU has run it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass.cute as cute
+
+from ...blocks import budget as bud
+from ...entry.entries import SparseEntry
+from ...entry.launch import Tma
+from ...formats.dims import TOKEN_TILE as TILE
+from ...load.fp8_per_token import TokenScales
+from ...load.gather import TokenLists
+from ...load.unplanned import void_unplanned
+from ..rings import part_of_cta
+from . import ws
+from .sparse_loads import GatherThroughRing
+from .ws import K_READERS, Cta, Layouts, Ws
+
+if TYPE_CHECKING:
+    from ...spec import VariantSpec
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    return ws.infeasible(spec, budget(spec))
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Budget of ``ws`` with this loader."""
+    return ws.budget_with(spec, loads_of(spec))
+
+
+def loads_of(spec: VariantSpec) -> GatherThroughRing:
+    """The KV ring, through which Q's tiles pass."""
+    return GatherThroughRing(
+        TokenLists(TILE), stages=spec.stages or ws.STAGES, readers=K_READERS,
+        by_lines=bool(spec.lines),
+    )  # fmt: skip
+
+
+def build(spec: VariantSpec):
+    return SparseEntry.exported(SparseWs(spec))
+
+
+class SparseWs(Ws):
+    """The kernel: one CTA of 16 warps."""
+
+    def __init__(self, spec: VariantSpec):
+        loads = loads_of(spec)
+        super().__init__(spec, loads, TokenScales(TILE, loads.stages, TILE))
+
+    @cute.jit
+    def last_warp(self, cta: Cta, tma: Tma, layouts: Layouts):
+        self.loads.run(3, self.feed(cta, tma, layouts), None, None)
+        void_unplanned(cta.gmem.work, cta.call, cta.gmem.results, part_of_cta())
+
+    def wait_q(self, cta: Cta, kst):
+        self.loads.wait_q(cta.st, cta.k_pipe, kst)
+
+    def wait_tile(self, cta: Cta, kst):
+        self.loads.announce(cta.st, cta.k_pipe, kst)

@@ -1,0 +1,1 @@
+"""Dense MHA prefill on datacenter Blackwell."""

@@ -1,0 +1,1 @@
+"""Attention over 16-bit rows on Hopper: dense decode and sparse prefill."""

@@ -1,0 +1,1 @@
+"""Decode over the FP8 cache on Hopper, with FP8 products."""

@@ -1,0 +1,1 @@
+"""Dense MHA prefill and its backward on Hopper."""

@@ -1,1 +1,0 @@
-"""Kernels that compile unchanged for every supported architecture."""
