@@ -108,9 +108,9 @@ def test_a_file_beside_the_others_changes_no_key(
     copy = tmp_path / "dsl_kernels"
     shutil.copytree(ROOT / "dsl_kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(closure, "ROOT", copy)
-    shutil.copy(ROOT / "tests/support/scales_in_front.py", copy / "cache_records" / "front.py")
+    shutil.copy(ROOT / "tests/support/scales_in_front.py", copy / "formats" / "front.py")
     assert keys() == before
-    edited = copy / "cache_records" / "v4.py"
+    edited = copy / "formats" / "v4.py"
     edited.write_text(edited.read_text() + "\n")
     changed = {name for name, key in keys().items() if key != before[name]}
     assert changed and all("v4" in name for name in changed)

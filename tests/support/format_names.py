@@ -22,7 +22,7 @@ from tests.support import ROOT
 
 SERVICE = ("dsl_kernels", "codegen", "snapmla")
 FREE = (
-    "dsl_kernels/cache_records/", "snapmla/testing/", "snapmla/integrations/", "snapmla/flash_mla/",
+    "dsl_kernels/formats/", "snapmla/testing/", "snapmla/integrations/", "snapmla/flash_mla/",
     "snapmla/flash_mla_fp8.py", "snapmla/dsa/deep_gemm_names.py", "snapmla/dsa/vllm_names.py",
 )  # fmt: skip
 # A value that is a format's name: how it is called, and of which objects ``name`` or ``dtype`` is.
