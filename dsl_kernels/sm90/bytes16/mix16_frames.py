@@ -62,7 +62,7 @@ def log2_in(total, frame):
 
 
 class RowFrames:
-    """What the softmax role mixes in.
+    """Mixin of the softmax role: the frames of its rows and their sums.
 
     Attributes:
         rows_cta: query rows of the CTA.
@@ -94,7 +94,7 @@ class RowFrames:
 
     @cute.jit
     def begin_frames(self, st):
-        """Those of an item, 0."""
+        """Set the frames of an item's rows to 0."""
         tidx, _, _ = cute.arch.thread_idx()
         size = const_expr(padded_size(self.rows_cta))
         frames = st.frames.get_tensor(cute.make_layout(size))
