@@ -30,9 +30,13 @@ NORMAL, INFINITE = 2.0**-126, float("inf")  # fp32's least and more than its lar
 
 @cute.jit
 def new_frame(largest, first, least: cutlass.Constexpr):
-    """(how far a row's frame moves, factor of its O and sum) for its largest value of a tile in the
-    frame of before; ``first``: whether this is the item's first tile with a token; ``least``: what
-    a token's value is more than."""
+    """(distance by which a row's frame moves in log2 units, factor of its O and sum).
+
+    Args:
+        largest: the row's largest value of a tile, in the frame of before.
+        first: not 0 if this is the item's first tile with a token.
+        least: a bound that every token's value is above.
+    """
     shift = Float32(0.0)
     if (largest > Float32(least)) & ((first != 0) | (largest > HEADROOM)):
         shift = largest - P_LOG2_MAX

@@ -61,7 +61,7 @@ def halves(word):
 
 
 def largest_byte(words):
-    """Largest byte of some words."""
+    """Largest byte of ``words``, as a number."""
     pairs = [pair for word in words for pair in halves(word)]
     while len(pairs) > 1:
         pairs = [larger_halves(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]

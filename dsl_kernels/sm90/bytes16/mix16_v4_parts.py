@@ -113,7 +113,7 @@ class V4Softmax(MixSoftmax):
         return [[own[g, token + 8 * e, stage] for e in range(2)] for g in self.groups_of(unit)]
 
     def ratio_of(self, ratio, x: int):
-        """Words of ``ratio`` for a unit's 32 channels from 32 ``x`` on, half a group."""
+        """Words of ``ratio`` for a unit's 32 channels from 32 ``x`` on, which are half a group."""
         return ratio[2 * x // STEPS]
 
     def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):

@@ -109,7 +109,7 @@ class Spread:
 
     @staticmethod
     def places(half: int, wwarp, lane):
-        """Byte offsets of the lane's first matrix row of V^T: in lines, and in half lines."""
+        """Byte offsets of the lane's first matrix row of V^T: in 128-byte lines, in half lines."""
         in_halves = lane * (LINE // 2) + (wwarp ^ (lane // 2 % 4)) * 16
         return transpose.lane_offset(wwarp, lane), in_halves
 
