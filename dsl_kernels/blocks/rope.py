@@ -1,4 +1,4 @@
-"""What engines do to a row before it is quantised: RMS norm of the content, rotary embedding.
+"""RMS norm of the content and rotary embedding: an engine's steps before a row is quantised.
 
 A row lies in a warp as ``quant.load_row`` leaves it, and stays so: each step takes words of the
 input's dtype and gives words of it, rounded as the separate kernels of an engine round between two
@@ -34,14 +34,14 @@ PARTNER = quant.WARP // 2  # of a lane of style neox, by xor
 
 
 class Angles(NamedTuple):
-    """Where a row's angles are: its position, and the table that positions index."""
+    """Positions of the rows, and the table of cosines and sines that positions index."""
 
     positions: cute.Tensor  # i32|i64 (tokens,)
     cos_sin: cute.Tensor  # f32 or in_dtype (max_position, 64): 32 cos, 32 sin
 
 
 class Norm(NamedTuple):
-    """What RMS norm takes beside the row."""
+    """Operands of RMS norm besides the row."""
 
     weight: cute.Tensor  # in_dtype (512,)
     eps: Float32
@@ -83,10 +83,11 @@ def load_angles(angles: Angles, position: Any, lane: Any, neox: bool) -> list[tu
 
 
 def loads_are_issued() -> None:
-    """What is loaded before stays before.
+    """Keeps loads that were issued before it in front of those behind it.
 
-    Angles wait for their position.  ptxas would have other loads wait with them: it sinks what is
-    used later, but no access to memory past a barrier of the warp, which is no instruction.
+    Angles wait for their position.  ptxas would have other loads wait with them: it sinks a load
+    whose value is used later.  It moves no memory access past a barrier of the warp, and this
+    barrier costs no instruction.
     """
     cute.arch.sync_warp()
 

@@ -147,7 +147,7 @@ def _max_pairs(x: Any, y: Any) -> Any:
 
 
 def _has_nonfinite(tops: list[Any], dt: Any) -> Any:
-    """Whether a NaN or an infinity is among what ``_top`` gave."""
+    """True if a NaN or an infinity is among ``tops``, a lane's results of ``_top``."""
     if dt.width == 32:
         return functools.reduce(cutlass.max, tops) >= Uint32(quant.INF_BITS)
     both = functools.reduce(_max_pairs, tops)

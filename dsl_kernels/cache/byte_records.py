@@ -31,7 +31,7 @@ class _Reads(NamedTuple):
 
 
 class OfRecord:
-    """What a cache to read and one to write have in common, beside tensor ``kv``.
+    """Base of ``Source`` (reads) and ``Target`` (writes), which bring the tensor ``kv``.
 
     Attributes:
         own: how a token lies.
@@ -47,7 +47,7 @@ class OfRecord:
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Of content, of RoPE."""
+        """(content channels, RoPE channels) of a token."""
         return self.own.content.count, self.own.rope_channels
 
 
@@ -58,8 +58,11 @@ class Source(_Reads, OfRecord):
     shares_pages = False  # whether the tokens that a warp fetches lie in one page: P may be odd
 
     def row(self, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> tuple[Any, Any, Any]:
-        """Where this lane reads a token's content, RoPE (None without) and scales; ``dt``: what it
-        becomes."""
+        """Pointers (content, RoPE, scales) to a token: this lane's channels, and all of its scales.
+
+        RoPE is None if the record has none.  ``dt``: the content's dtype in registers, which sets
+        how many channels a lane has.
+        """
         own, place = self.own, _Place(self.own, self.kv, page, offset)
         content = place.of(own.content) + lane * quant.lane_channels(dt)
         rope = None if own.rope is None else place.of(own.rope, lane * _rope_bytes(own.rope))
@@ -121,7 +124,7 @@ def fakes(record: Record) -> dict[str, Any]:
 
 
 class _Place:
-    """Where the fields of the token at ``offset`` of ``page`` are."""
+    """Addresses of the fields of the token at ``offset`` of ``page``."""
 
     def __init__(self, own: Record, kv: cute.Tensor, page: Any, offset: Any) -> None:
         self.own, self.kv, self.page, self.offset = own, kv, page, offset
@@ -152,7 +155,7 @@ def store_where(here: Any, to: Any, words: list[Any]) -> None:
 
 
 def _rope_bytes(field: Field) -> int:
-    """Of a token's RoPE in a lane."""
+    """Bytes of a token's RoPE that one lane holds."""
     return field.nbytes // quant.WARP
 
 

@@ -288,7 +288,7 @@ def _store_token(
     chunks, rope_word = loaded
 
     def put(ptr: Any, words: list[Any], lane: Any, left: int) -> None:
-        """By the lanes below ``left``."""
+        """Stores ``words`` in lanes below ``left``; stores zeros if ``valid`` is false."""
         if valid is not None:
             words = [Uint32(cutlass.select_(valid, w, Uint32(0))) for w in words]
         if left == quant.WARP:
@@ -337,7 +337,7 @@ def _load_run(
 
 
 def _output_pointers(cache: Any, outs: tuple[Any, Any], row: Any, head: Any, lane: Any) -> Any:
-    """Where this lane writes ``row`` of outputs (rows, ...)."""
+    """Pointers (content, RoPE or None) at which this lane writes ``row`` of outputs (rows, ...)."""
     nope, rope = outs
     vec = quant.lane_channels(nope.element_type)
     nope_to = nope.iterator + (Int64(row) * nope.stride[0] + lane * vec)
@@ -356,7 +356,8 @@ def _behind(to: tuple[Any, Any], outs: tuple[Any, Any], i: int, axis: int) -> tu
 def _padded_pointers(
     cache: Any, outs: tuple[Any, Any], batch: Any, row: Any, head: Any, lane: Any
 ) -> Any:
-    """Where this lane writes ``row`` of a sequence, of outputs (b, max_len, ...)."""
+    """Pointers (content, RoPE or None) at which this lane writes token ``row`` of a sequence, in
+    outputs (b, max_len, ...)."""
     nope, rope = outs
     vec = quant.lane_channels(nope.element_type)
     nope_to = nope.iterator + (batch * nope.stride[0] + row * nope.stride[1] + lane * vec)

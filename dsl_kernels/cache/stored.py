@@ -26,7 +26,7 @@ Words = tuple[list[list[Any]], Any]  # of a lane: content by chunk, RoPE
 
 
 class Stores(NamedTuple):
-    """What a lane does with a token that is quantised, at (page, offset) of the cache."""
+    """Stores of a quantised token by a lane; they take its place (page, offset) in the cache."""
 
     store: Callable[[Any], None]  # content and RoPE
     writes_scales: Callable[[], Any] | None  # whether this lane stores scales; None: there are none
@@ -50,7 +50,10 @@ class Fp8Cache(NamedTuple):
         return self.content.shape
 
     def row(self, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> tuple[Any, Any, Any]:
-        """Where this lane reads a token's content, RoPE and scale; ``dt``: what it becomes."""
+        """Pointers (content, RoPE, scale) from which this lane reads a token.
+
+        ``dt``: dtype that its channels are converted to.
+        """
         content, rope, scale = self
         page, offset = Int64(page), Int64(offset)
         nope_at = (
@@ -131,7 +134,10 @@ class Rows16(NamedTuple):
         return self.kv.shape
 
     def row(self, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> tuple[Any, Any]:
-        """Where this lane reads a row's content and RoPE; ``dt``: what it becomes."""
+        """Pointers (content, RoPE) from which this lane reads a row.
+
+        ``dt``: dtype that its channels are converted to.
+        """
         stride = self.kv.stride
         at = Int64(page) * stride[0] + Int64(offset) * stride[1] + Int64(head) * stride[2]
         row = self.kv.iterator + at

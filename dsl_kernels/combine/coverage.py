@@ -1,4 +1,4 @@
-"""Whether a work list from outside covers a sequence: what ``merge`` asks before it gives results.
+"""Coverage check of a work list from outside; ``merge`` runs it for a sequence before it merges.
 
 A plan of ours fits its call by construction.  A pair of FlashMLA's form is the caller's memory
 (``snapmla.metadata_pair``): it may have been made for another batch or for other lengths, be
@@ -55,7 +55,7 @@ def covers(
     listed: Listed, split_begin: cute.Tensor, slots: Int32, unit: Int32, counts: cute.Tensor,
     threads: cutlass.Constexpr,
 ) -> Any:  # fmt: skip
-    """(whether the tables as a whole are sound, whether they are and cover sequence ``unit``).
+    """(True if the tables as a whole are sound, True if they also cover sequence ``unit``).
 
     Args:
         slots: that there are.

@@ -127,7 +127,7 @@ def launch(
 
 
 class Decode(NamedTuple):
-    """What merge knows of the decode in front of it.
+    """Inputs that merge takes from the decode in front of it.
 
     Attributes:
         listed: its work list, where that may be from outside (coverage.py); else None.
@@ -147,7 +147,7 @@ class By(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What a warp has in flight.
+    """Shape of a warp's loads in flight, of up to ``slots`` slots at a time.
 
     Attributes:
         exact: whether partial rows are fp32 and without exponents.
@@ -165,7 +165,7 @@ class Form:
 
     @property
     def channels(self) -> int:
-        """Of a lane's load; under one exponent."""
+        """Channels of a lane's load, all under one exponent; rows of fp32 have no exponents."""
         return self.words if self.exact else 2 * self.words
 
     @property
@@ -175,7 +175,7 @@ class Form:
 
     @property
     def strips(self) -> int:
-        """Of a query row."""
+        """Strips of a query row."""
         return KV_LORA_RANK // (self.runs * self.run)
 
     def place(self, strip: Any, lane: Any) -> tuple[Any, Any]:
@@ -186,7 +186,7 @@ class Form:
 
 
 def forms(exact: bool) -> tuple[Form, ...]:
-    """Of up to ALONE slots, in ascending order: at most 32 words a lane."""
+    """Forms for up to ALONE slots, for few slots first; each loads at most 32 words a lane."""
     return (
         Form(exact, 2, runs=2, together=2),
         Form(exact, 4, runs=2),
@@ -392,7 +392,7 @@ def _merge(
 
 @cute.jit
 def _nothing_to_do(split_begin: cute.Tensor, decode: Any) -> Boolean:
-    """Whether no unit has slots, nor is asked whether it is covered."""
+    """True if no unit has slots and no coverage check is wanted."""
     nothing = Boolean(split_begin[split_begin.shape[0] - 1] <= 0)
     if cutlass.const_expr(decode.listed is not None):
         nothing = nothing & (decode.listed.wanted == 0)
@@ -403,8 +403,14 @@ def _nothing_to_do(split_begin: cute.Tensor, decode: Any) -> Boolean:
 def _turn(
     tensors: Any, factors: Any, shared: Any, by: By, decode: Any, which: Any, waits: Any
 ) -> None:
-    """What one CTA that units are dealt does; which = (its number, how many there are, None:
-    the grid); waits: whether it waits even if it writes nothing, None: it does."""
+    """Merges one logical CTA's share of a unit.
+
+    If the unit is not covered, the first of its logical CTAs writes NaN instead.
+
+    Args:
+        which: (number of the logical CTA, how many there are; None: the grid).
+        waits: whether it waits for decode even if it writes nothing; None: it always does.
+    """
     o_accum, lse_accum, split_begin, units, out, lse = tensors
     sums, counts = shared
     turn, dealt = which
@@ -469,7 +475,7 @@ def _span(form: cutlass.Constexpr, share: Any) -> Any:
 
 @cute.jit
 def _has_strips(o_accum: cute.Tensor, units: cute.Tensor, out: cute.Tensor, piece: Any) -> Boolean:
-    """Whether a CTA has strips to merge."""
+    """True if the CTA has strips of its unit to merge."""
     exact, n = cutlass.const_expr(partials.is_exact(o_accum)), piece.n
     few = cutlass.const_expr(forms(exact))
     _, rows = merge_piece.rows_of(units, out, piece.unit, o_accum.shape[1])

@@ -1,4 +1,4 @@
-"""What a CTA of merge merges: its unit of query rows, and which of that unit's CTAs it is.
+"""The share of a CTA of merge: its unit of query rows, and its number among that unit's CTAs.
 
 The CTAs are dealt to the units in proportion to their slots, at least one each (merge.py).  The
 host knows the number of units and no length, so each CTA finds its unit in ``split_begin``, all
@@ -34,8 +34,8 @@ def unit_by_number(block: Any, count: Any) -> Any:
 
 @cute.jit
 def piece_of(split_begin: cute.Tensor, most_slots: Int32, which: Any = None) -> Piece:
-    """Of this CTA, or of ``which`` = (number, of how many); slots from ``most_slots`` on are not
-    there."""
+    """``Piece`` of this CTA, or of ``which`` = (its number, how many there are).  Slots from
+    ``most_slots`` on do not exist, whatever ``split_begin`` says."""
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     if cutlass.const_expr(which is not None):
@@ -120,7 +120,7 @@ def _unit_of(
 
 
 def _begins(unit: Any, slot: Any, block: Any, ctas: Any, slots: Any) -> Any:
-    """Whether unit + share(slot) <= block, without the division."""
+    """True if unit + share(slot) <= block, computed without the division of ``_share``."""
     left = cutlass.min(block - unit, ctas)
     upto = compat.unsigned(slot) * compat.unsigned(ctas)
     return (left >= 0) & (upto < compat.unsigned(left + 1) * compat.unsigned(slots))

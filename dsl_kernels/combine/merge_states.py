@@ -126,7 +126,7 @@ def _launch(
 
 
 class Share:
-    """How a row of ``d_v`` channels of ``dt`` is dealt to lanes.
+    """Distribution of a row of ``d_v`` channels of ``dt`` over lanes.
 
     Attributes:
         lanes: that own a row: a warp, or half of one where that takes the row in 16-byte loads.
@@ -161,7 +161,7 @@ class Sum:
         return cute.math.exp2(difference * self.to_log2, fastmath=True)
 
     def finish(self) -> tuple[Any, Any, list[Any]]:
-        """(whether the row is empty, its lse if it is not, its channels)."""
+        """(True if the row is empty, its lse if it is not, its channels)."""
         total = self.sum[0]
         empty = total == 0.0  # a NaN total is not empty
         inverse = Float32(1.0) / _select(empty, Float32(1.0), total)

@@ -258,7 +258,7 @@ class TwoListEntry(Entry):
         call = call_of(q, units, softmax_scale, Int32(0), lse_factor, empty_lse, witness)
         tile = self.decode.loads.work.tile
         tiles = cute.ceil_div(indices.shape[2], tile) + cute.ceil_div(extra_indices.shape[2], tile)
-        # lengths of one list say nothing of both: whoever has tables from outside is not asked
+        # no coverage check: ``topk_length`` describes only the first list
         listed = self.listed(work, tiles, tile, Int32(0))
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 

@@ -1,4 +1,4 @@
-"""What every exported function of decode shares: the launch with the merge behind it, and fakes.
+"""Common parts of decode's exported functions: the launch with the merge behind it, and fakes.
 
 An exported function is the ``__call__`` of an entry (entry/entries.py), which makes tensor maps of
 the queries and of the cache and launches.  Its kernel is an object, composed by an arch, with
@@ -41,7 +41,7 @@ class Tma(NamedTuple):
 
 
 class Entry:
-    """What entries have in common.
+    """Base of the entries: exports a kernel, makes its tensor maps and its work list.
 
     Attributes:
         decode: the kernel.
@@ -97,8 +97,10 @@ def asks(call: Call, may_split: Any) -> Int32:
 
 @cute.jit
 def launch(decode, tma, gmem, call, listed, split_begin, units, may_split, stream):
-    """The kernel, and the merge of split sequences unless ``may_split`` is 0; ``listed``: of a work
-    list that may come from outside (coverage.py), None where it is a plan's."""
+    """Launches the kernel and, unless ``may_split`` is 0, the merge of split sequences.
+
+    ``listed``: the work list if it may come from outside (coverage.py), None if it is a plan's.
+    """
     results, work, spec = gmem.results, gmem.work, decode.spec
     decode.kernel(tma, gmem, call).launch(
         grid=(cute.ceil_div(results.o_accum.shape[1], spec.row_tile) * spec.cluster,
@@ -106,7 +108,7 @@ def launch(decode, tma, gmem, call, listed, split_begin, units, may_split, strea
         block=(decode.threads, 1, 1), cluster=(spec.cluster, 1, 1),
         stream=stream, min_blocks_per_mp=1, use_pdl=True,
     )  # fmt: skip
-    if may_split != 0:  # on the host: the caller knows when nobody has to merge or to ask
+    if may_split != 0:  # on the host: 0 if nothing is split and no coverage check is wanted
         merge.launch(
             merge.Decode(listed, results.sink), results.o_accum, results.lse_accum, split_begin,
             units, results.out, results.lse, call.lse_factor, call.empty_lse, stream,

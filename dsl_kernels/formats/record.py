@@ -155,7 +155,7 @@ class Record:
 
     @property
     def one_scale(self) -> bool:
-        """Whether a token has one scale, for all of its channels."""
+        """True if a token has a single scale, for all of its channels."""
         return self.scale is not None and self.scale.count == 1
 
     @property

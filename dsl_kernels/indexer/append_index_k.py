@@ -218,7 +218,7 @@ def _hadamard(values: list[Any], lane: Any) -> list[Any]:
 
 
 def _scale(values: list[Any], power_of_two: Any) -> Any:
-    """Of the warp's key; NaN where a channel is no finite number."""
+    """Scale of the warp's key or query; NaN if one of its channels is not finite."""
     top = values[0].bitcast(Uint32) & Uint32(0x7FFFFFFF)
     for v in values[1:]:
         top = cutlass.max(top, v.bitcast(Uint32) & Uint32(0x7FFFFFFF))

@@ -54,7 +54,7 @@ ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
 
 
 class Latents(NamedTuple):
-    """What goes into the KV cache."""
+    """Content and RoPE to append to the KV cache, their slots, and the content's RMS norm."""
 
     c_kv: cute.Tensor  # in_dtype (n, 512)
     k_rope: cute.Tensor  # in_dtype (n, 64)
@@ -63,7 +63,7 @@ class Latents(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What goes into the index cache."""
+    """Index keys to append, their cache and slots, and their LayerNorm."""
 
     cache: cute.Tensor  # u8 (pages, bytes)
     k: cute.Tensor  # in_dtype (n, 128)
@@ -89,7 +89,7 @@ class Ropes(NamedTuple):
 
 
 class Styles(NamedTuple):
-    """What a variant is compiled for."""
+    """Compile-time options of a variant: the Hadamard transform, and styles of RoPE."""
 
     hadamard: bool
     neox: bool  # of latents and of attention's queries

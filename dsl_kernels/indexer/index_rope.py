@@ -1,5 +1,5 @@
-"""What DeepSeek's indexer does to a key before it is quantised: LayerNorm (V3.2) or RMSNorm (V4),
-rotary embedding.
+"""Norm and rotary embedding of an index key, as DeepSeek's indexer applies them before the key is
+quantised; the norm is LayerNorm (V3.2) or RMSNorm (V4).
 
 A warp owns a key of 128 channels, a lane four side by side; values are Float32 that hold numbers of
 the input's dtype, before and after, as separate kernels round between two launches.
@@ -33,7 +33,7 @@ PARTNER = TURNED // 2  # of a lane of style neox, by xor
 
 
 class Norm(NamedTuple):
-    """What the norm takes beside the key; without a bias it is RMSNorm."""
+    """Operands of the norm besides the key.  If ``bias`` is None it is RMSNorm, else LayerNorm."""
 
     weight: cute.Tensor  # f32 (128,)
     bias: Any  # f32 (128,), or None
@@ -75,7 +75,7 @@ def normalise(values: list[Any], norm: Norm, lane: Any, dt: Any) -> list[Any]:
 
 
 def _sum(values: list[Any]) -> Any:
-    """Over the warp."""
+    """Sum of the values of all lanes, the same in each of them."""
     total = values[0]
     for v in values[1:]:
         total = ptx("add.rn.f32", total, v)

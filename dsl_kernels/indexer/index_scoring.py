@@ -37,7 +37,7 @@ SMALL_BYTES = 4096  # barriers, words, alignment: an upper bound
 
 
 class Given(NamedTuple):
-    """What is read and written without tensor maps."""
+    """Arguments that are read or written without tensor maps; of ``cache`` these are the scales."""
 
     w: cute.Tensor  # f32 (rows, heads)
     cache: cute.Tensor  # u8 (pages, bytes)
@@ -84,7 +84,7 @@ class Scoring:
         raise NotImplementedError
 
     def first_query(self, row):
-        """Where a unit that begins with ``row`` begins in the first mode of ``query_layout``."""
+        """Coordinate of the first head of ``row`` in the first mode of ``query_layout``."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- host half
@@ -262,7 +262,7 @@ class Scoring:
         return cutlass.min(cutlass.max(page, Int32(0)), given.cache.shape[0] - 1)
 
     def _ids(self, given, i, tile):
-        """What the block table has for a tile of sequence ``i``, or for its last one."""
+        """Block-table entry of sequence ``i`` for ``tile``, or its last one if the row is shorter."""
         return given.block_table[i, compat.at_most(tile, given.block_table.shape[1] - 1)]
 
     def _words(self, st, slot):

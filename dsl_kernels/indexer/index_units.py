@@ -1,4 +1,4 @@
-"""Which tiles of which query tokens a CTA of ``index_logits`` takes, found on the device.
+"""Assignment of query tokens and tiles to the CTAs of ``index_logits``, found on the device.
 
 A *unit* is up to U query tokens (rows) of one sequence, which see a page while it is in shared
 memory; a tile is a page of 64 tokens.  Tiles of all units are numbered, unit by unit, and each CTA
@@ -31,7 +31,7 @@ AT_ONCE = 4  # sequences that a lane asks for
 
 
 class Lengths(NamedTuple):
-    """What says how many tokens there are.
+    """Tokens and query tokens of the sequences, and upper limits of both.
 
     Attributes:
         cache_seqlens: i32 (b,), with the call's own tokens.
@@ -82,15 +82,15 @@ class Units:
 
     @cute.jit
     def words_of(self, lengths: Lengths, i):
-        """What the tables say of sequence ``i``, which is there: its tokens, its first row and the
-        one behind its last."""
+        """(tokens, first row, row behind the last) of sequence ``i``, which must exist, as the
+        tables hold them: not yet kept inside."""
         first, behind = i * lengths.s_q, (i + 1) * lengths.s_q
         if lengths.cu_seqlens_q.shape[0] > 0:
             first, behind = lengths.cu_seqlens_q[i], lengths.cu_seqlens_q[i + 1]
         return lengths.cache_seqlens[i], first, behind
 
     def sequence(self, lengths: Lengths, i):
-        """``Sequence`` number ``i``, which is there."""
+        """``Sequence`` number ``i``, which must exist."""
         return self.sequence_of(lengths, self.words_of(lengths, i))
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""Which request a packed row belongs to, for warps that take ROWS rows side by side.
+"""The request that a packed row belongs to, for warps that take ROWS rows side by side.
 
 Lanes look all of ``cu_seqlens`` over, 32 entries a load, and votes count those that are not behind
 a row: the loads wait for nothing, so that hundreds of requests take one memory latency, where a
@@ -18,8 +18,10 @@ EACH = quant.WARP // ROWS  # lanes of a row
 
 @cute.jit
 def request_of(cu_seqlens: cute.Tensor, first: Int32, lane: Int32) -> Int32:
-    """Of this lane's row, ``first + lane // EACH``: the last request that begins there or before;
-    -1 if none does, b behind the last.  Of entries that do not ascend some number between.
+    """Last request that begins at this lane's row, ``first + lane // EACH``, or before it.
+
+    -1 if none does; b if the row is behind the last request.  If the entries do not ascend it is
+    any number from -1 to b.
 
     The whole warp calls it.
     """

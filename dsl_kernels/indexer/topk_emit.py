@@ -20,7 +20,7 @@ MOST_TIES = 4095
 
 
 class Where(NamedTuple):
-    """Where a row's results go."""
+    """Destination of a row's results, and the block table that turns positions into slots."""
 
     block_table: cute.Tensor  # without rows: positions are wanted
     out: cute.Tensor
@@ -32,7 +32,10 @@ class Where(NamedTuple):
 
 @cute.jit
 def _slot(where: Where, sequence: Int32, position: Int32) -> Int32:
-    """What is written for a position."""
+    """Result for a position: its slot in the cache, or -1 if the block table has no page for it.
+
+    If there is no block table, it is the position itself.
+    """
     result = position
     if where.block_table.shape[0] > 0:
         index, offset = divmod(position, where.by_page)

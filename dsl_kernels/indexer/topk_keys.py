@@ -35,7 +35,7 @@ MINUS_INFINITY = 0xFF800000
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of a variant when it is compiled.
+    """Compile-time sizes of a variant.
 
     Attributes:
         threads: of a CTA.
@@ -49,12 +49,12 @@ class Shape:
 
     @property
     def streams(self) -> bool:
-        """Whether all sweeps read memory."""
+        """True if no keys stay in registers: every sweep reads memory."""
         return self.keys == 0
 
     @property
     def alone(self) -> Shape:
-        """What is made of a row that one CTA's registers hold, where others are streamed."""
+        """Shape for rows that fit one CTA's registers, in a variant that streams longer ones."""
         return Shape(self.threads, WINDOW, 1)
 
     @property
@@ -88,7 +88,7 @@ class Shape:
 
 
 class Row(NamedTuple):
-    """What a thread takes of a row."""
+    """A thread's part of a row of scores."""
 
     at: Any  # pointer to its first column
     left: Int32  # columns from there to the end of its warp's run

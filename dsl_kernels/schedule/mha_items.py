@@ -208,7 +208,7 @@ def _make(
 
 
 def _bases_at(split: Any) -> Any:
-    """Where the first partial rows of sequences stand: behind the split row tiles."""
+    """Index in ``work`` of the sequences' first partial rows: behind the split row tiles."""
     return HEADER + ENTRY_WORDS * split[0]
 
 
@@ -286,8 +286,11 @@ def _each_sequence(
     lengths: Any, work: cute.Tensor, places: cute.Tensor, causal: Int32, shift: Int32,
     write: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """As ``_each_piece``, by the keys that a sequence's longest row tile sees, which is its last: a
-    sequence takes places for all of its row tiles together."""
+    """Counts row tiles by keys seen, or writes them to the next places of their count.
+
+    A sequence's row tiles stay together, the last one first: that one sees the most keys, and all
+    of them count as it does.
+    """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
     cu_q, cu_k = lengths

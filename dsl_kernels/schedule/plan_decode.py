@@ -178,7 +178,7 @@ def _allocate() -> Smem:
 
 @cute.jit
 def _copy(source: cute.Tensor, target: cute.Tensor) -> None:
-    """By all threads."""
+    """Copies as many entries as ``target`` has; all threads take part."""
     tidx, _, _ = cute.arch.thread_idx()
     for i in cutlass.range(tidx, target.shape[0], THREADS, unroll=1):
         target[i] = source[i]

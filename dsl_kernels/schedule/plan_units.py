@@ -21,7 +21,7 @@ NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no li
 
 
 class Lengths(NamedTuple):
-    """What is read."""
+    """Lengths that ``plan_decode`` reads; a table of extent 0 is not given."""
 
     cache_seqlens: cute.Tensor  # i32 (b,)
     cu_seqlens_q: cute.Tensor  # i32 (b + 1,) of ragged queries, or (0,)
@@ -29,7 +29,7 @@ class Lengths(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What is written."""
+    """Tables that ``plan_decode`` writes; one of extent 0 is left out."""
 
     work_items: cute.Tensor  # i32 (n_items, ITEM_WORDS)
     part_begin: cute.Tensor  # i32 (parts + 1,)

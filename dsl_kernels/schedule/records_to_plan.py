@@ -48,14 +48,14 @@ NOTHING_HIDDEN = 2**31 - 1  # first hidden token of an item whose rows have no l
 
 
 class Given(NamedTuple):
-    """What is read."""
+    """Inputs: FlashMLA's scheduling records and the current lengths."""
 
     records: cute.Tensor  # i32 (parts, RECORD_WORDS), rows strided
     cache_seqlens: cute.Tensor  # i32 (b,)
 
 
 class Tables(NamedTuple):
-    """What is written."""
+    """Outputs: the plan's tables, and ``tile_begin``, which is scratch."""
 
     tile_begin: cute.Tensor  # i32 (b + 1,): position of each request's first tile; scratch
     work_items: cute.Tensor  # i32 (n_items, ITEM_WORDS)

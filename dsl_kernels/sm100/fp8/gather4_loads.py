@@ -114,7 +114,7 @@ class Gather4(GatherRows):
 
     @property
     def table_bytes(self) -> int:
-        """Of ``c_rows`` and ``r_rows``."""
+        """Bytes of ``c_rows`` and ``r_rows`` together, of all stages."""
         return 2 * 4 * self.work.tile * self.stages
 
     @property
@@ -188,7 +188,7 @@ class Gather4(GatherRows):
     # ---------------------------------------------------------------- a tile
 
     def _note_rows(self, st, stage, ahead, page, offset, source):
-        """Where this lane's token is, to shared memory."""
+        """Store the map rows of this lane's token in ``c_rows`` and ``r_rows``; -1: no token."""
         tables = cute.make_layout((self.work.tile, self.stages))
         st.c_rows.get_tensor(tables)[ahead, stage] = source.content.of(page, offset)
         st.r_rows.get_tensor(tables)[ahead, stage] = source.rope.of(page, offset)

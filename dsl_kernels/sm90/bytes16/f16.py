@@ -70,7 +70,7 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def parts_of(spec: VariantSpec) -> Parts:
-    """What the pipeline is composed of."""
+    """Make the pipeline's components: ``GatheredParts`` for ``sparse_decode``, else ``Parts``."""
     made = GatheredParts if spec.op == "sparse_decode" else Parts
     return made(spec, stages=stages_of(spec), q_stages=q_stages(spec))
 

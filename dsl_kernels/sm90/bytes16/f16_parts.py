@@ -1,4 +1,4 @@
-"""What pipeline ``f16`` (f16.py) is composed of: queries, loaders, conversion of Q.
+"""Components of pipeline ``f16`` (f16.py): queries, loaders, conversion of Q.
 
 Queries are those of every decode over the FP8 cache, 512 e4m3 channels and 64 of RoPE in BF16 a
 row.  Content comes by TMA into the upper half of the room that it takes in f16:
@@ -41,7 +41,7 @@ BYTE_BLOCKS = 4  # of 128 channels: of a row of Q as it comes
 
 
 def content_layout(rows: int, q_stages: int):
-    """Of Q's content in f16, in the same room."""
+    """Shared-memory layout of Q's content in f16, over all bytes of field ``qc``."""
     return sm90.make_smem_layout_b(ROW_MAJOR, (TILE, rows, D), F16, q_stages)
 
 
@@ -73,8 +73,8 @@ class ByteQueryRows(QueryRows):
 
     @cute.jit
     def note_facts(self, st, work, gmem, call, batch, rows):
-        """By the softmax warpgroup: each row's factor of the logits, and how many tokens it
-        sees."""
+        """Store each row's factor of the logits (log2 units) and the number of tokens that it sees
+        in shared memory.  The softmax warpgroup calls this, a thread a row."""
         tidx, _, _ = cute.arch.thread_idx()
         row, size = tidx % WARPGROUP, const_expr(padded_size(self.rows))
         if row < self.rows:
@@ -112,7 +112,7 @@ class ByteQueryRows(QueryRows):
 
 
 class Parts(fp8_parts.Parts):
-    """What the roles share (``decode.Parts``).
+    """Components that the roles share (``decode.Parts``).
 
     Attributes:
         gathers: whether lists name tokens, instead of tables pages.
@@ -151,7 +151,8 @@ class Parts(fp8_parts.Parts):
         )
 
     def tile_fields(self, layouts: Layouts) -> dict:
-        """As of ``fp8_parts``, but P has 16 bits; of Q's content, ``layouts`` have its room."""
+        """Fields like ``fp8_parts``' and those of ``queries``, but P has 16 bits.  ``layouts`` hold
+        two e4m3 tiles of Q's content a stage: the room that it takes in f16."""
         fields = {**super().tile_fields(layouts), **self.queries.fields}
         return {**fields, "p": array(F16, cute.cosize(layouts.p), 1024)}
 

@@ -107,7 +107,7 @@ def q_stages(spec: VariantSpec) -> int:
 
 
 def parts_of(spec: VariantSpec, made: Any = Parts, **members: Any) -> Parts:
-    """What the pipeline is composed of.
+    """Make the pipeline's components.
 
     Args:
         made: ``Parts`` or a class of it; ``members`` as it takes them.
@@ -137,7 +137,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def barriers_of(spec: VariantSpec, parts: Parts) -> tuple[bud.Barrier, ...]:
-    """Of a CTA."""
+    """Barriers of a CTA: of ``parts``, of P, of the row sums and of votes, if there are votes."""
     return *parts.barriers(), *P_RING.budget(), *INV_RING.budget(), *votes_of(spec)
 
 
@@ -255,8 +255,8 @@ class Mix16(ProductsOfV):
         return items, kst, pst, qst
 
     def first_turn(self, span):
-        """Of a loop whose turn i has item i, and converts the Q of the next: one before the first
-        item's, so that all are converted by the same code, which is fetched once."""
+        """First turn: one before the first item's; ``span[1]`` if there are no items.  Turn i has
+        item i and converts the next Q, so one copy of the code, fetched once, converts every Q."""
         return Int32(cutlass.select_(span[0] < span[1], span[0] - 1, span[1]))
 
     @cute.jit
@@ -309,16 +309,16 @@ class Mix16(ProductsOfV):
             cute.arch.barrier_arrive(barrier_id=CONVERTED, number_of_threads=CONVERTED_THREADS)
 
     def align(self, last, half) -> None:
-        """What the last block of O^T needs before rows are written: nothing."""
+        """Hook on the last block of O^T before rows are written, for RoPE in V; nothing here."""
 
     def ends_of(self, gmem, call, i, batch) -> Any:
-        """What ``clear`` must know of item ``i``: nothing, as rows that hold no token are zeros."""
+        """Hook: facts of item ``i`` for ``clear``.  None here: rows without a token are zeros."""
 
     def clear(self, st, tile, ends, half, kst, pst) -> None:
-        """What must not meet P = 0 in a tile that has landed becomes zeros: nothing here."""
+        """Hook: zero V of a landed tile where P is 0 and V may not be finite; nothing here."""
 
     def pv_operands(self, st, layouts):
-        """What P.V multiplies out of shared memory: P^T of both buffers."""
+        """The operand of P.V in shared memory: B fragments of P^T, of both buffers."""
         tidx, _, _ = cute.arch.thread_idx()
         mma = self.pv_mma()
         thr = mma.get_slice(tidx % WARPGROUP)

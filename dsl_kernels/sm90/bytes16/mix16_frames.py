@@ -30,9 +30,13 @@ NORMAL, INFINITE = 2.0**-126, float("inf")  # fp32's least and more than its lar
 
 @cute.jit
 def new_frame(largest, first, least: cutlass.Constexpr):
-    """(how far a row's frame moves, factor of its O and sum) for its largest value of a tile in the
-    frame of before; ``first``: whether this is the item's first tile with a token; ``least``: what
-    a token's value is more than."""
+    """(distance by which a row's frame moves in log2 units, factor of its O and sum).
+
+    Args:
+        largest: the row's largest value of a tile, in the frame of before.
+        first: not 0 if this is the item's first tile with a token.
+        least: a bound that every token's value is above.
+    """
     shift = Float32(0.0)
     if (largest > Float32(least)) & ((first != 0) | (largest > HEADROOM)):
         shift = largest - P_LOG2_MAX
@@ -62,7 +66,7 @@ def log2_in(total, frame):
 
 
 class RowFrames:
-    """What the softmax role mixes in.
+    """Mixin of the softmax role: the frames of its rows and their sums.
 
     Attributes:
         rows_cta: query rows of the CTA.
@@ -94,7 +98,7 @@ class RowFrames:
 
     @cute.jit
     def begin_frames(self, st):
-        """Those of an item, 0."""
+        """Set the frames of an item's rows to 0."""
         tidx, _, _ = cute.arch.thread_idx()
         size = const_expr(padded_size(self.rows_cta))
         frames = st.frames.get_tensor(cute.make_layout(size))

@@ -1,4 +1,4 @@
-"""What rows of an item see, in pipeline ``mix16`` over pages (mix16_pages.py says the rule).
+"""Limits of an item's rows, in pipeline ``mix16`` over pages (mix16_pages.py says the rule).
 
 Rows of several query tokens see more or less of a sequence: each row's limit, a number of tokens,
 lies in field ``limits``, and what a row must not see is -inf before its exponentials.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def parts_of(spec: VariantSpec) -> ContentParts:
-    """What the pipeline is composed of."""
+    """Make the pipeline's components: ``ContentParts`` of pages, with limits of rows."""
     return mix16.parts_of(
         spec, ContentParts, work=AnyPages, loader=GatherPages, quiet=QuietRecords,
         limits=RowLimits(spec.row_tile),

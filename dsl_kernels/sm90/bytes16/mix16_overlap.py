@@ -43,7 +43,7 @@ VOTES = Ring("votes", P_STAGES, {"softmax": SOFTMAX_WARPS})
 
 
 def overlaps(spec: VariantSpec) -> bool:
-    """Whether P.V runs under the next tile's softmax."""
+    """True if P.V runs under the next tile's softmax: by lists, 64 rows, ``record.overlaps``."""
     return spec.op == "sparse_decode" and spec.row_tile == 64 and spec.record.overlaps
 
 
@@ -60,7 +60,7 @@ def softmax_of(spec: VariantSpec, plain: type[MixSoftmax]) -> type[MixSoftmax]:
 
 
 class Overlaps(MixSoftmax):
-    """What comes in front of a format's class.
+    """Mixin that lets P.V overlap softmax; among the bases it precedes a format's class.
 
     Attributes:
         pending: of the tile before the one that is being compiled, (buffer of its P, whether there

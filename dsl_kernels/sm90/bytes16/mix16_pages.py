@@ -75,7 +75,8 @@ def build(spec: VariantSpec):
 
 
 class QuietRecords:
-    """What ``RecordScales`` have for tokens that not all rows see."""
+    """``quiet`` of ``RecordScales``: clears V of groups whose scale is NaN, so that rows that do
+    not see the token stay finite."""
 
     def __init__(self, scales: Any):
         self.scales = scales

@@ -1,4 +1,4 @@
-"""What pipeline ``mix16`` (mix16.py) is composed of: queries, loader, scales in the ring,
+"""Components of pipeline ``mix16`` (mix16.py): queries, loader, scales in the ring,
 conversions.
 
 Scales (announcer warp, a tile at a time).  sigma of a token is its largest scale, but at least
@@ -148,12 +148,14 @@ class RecordQueries(QTiles):
         return *super().barriers(), *(self.first_half.budget() if self.first_half else ())
 
     def init(self, st) -> None:
-        """By one thread, before the fence that publishes all barriers."""
+        """Initialise ``first_half``, if there is one; one thread calls this, before the fence that
+        publishes all barriers."""
         if self.first_half:
             self.first_half.init(st)
 
     def free_first_half(self, st, chosen) -> None:
-        """By the threads of softmax with ``chosen``, one a warp, without a branch."""
+        """Free the first half of Q's stage, if it is freed apart.  All threads of softmax call
+        this; those with ``chosen`` arrive, one a warp, without a branch."""
         if self.first_half:
             self.first_half.arrive_full_if(st, 0, chosen)
 
@@ -213,7 +215,8 @@ class RecordQueries(QTiles):
         return tile_of_q
 
     def _claimed(self, st, pipe, stage):
-        """The barrier of a stage, armed, whose first half is free."""
+        """Arm and return a stage's barrier once its first half is free; if halves are not freed
+        apart, once the whole stage is free."""
         if self.first_half is None:
             return self._acquired(pipe, stage)
         self.first_half.wait_full(st, 0, stage.phase)
@@ -223,7 +226,8 @@ class RecordQueries(QTiles):
         return bar
 
     def _copy_blocks(self, planes, rows, stage, bar, first: bool) -> None:
-        """As ``_copy``, the column blocks of the first half alone, or the others."""
+        """Copy like ``_copy``, but only the four column blocks of the first half if ``first``, else
+        only the others: the rest of content, and RoPE."""
         for n, (plane, loaded, tiles) in enumerate(planes):
             moved = cute.domain_offset((rows.first, 0), loaded.coords)
             box = (self.rows, BLOCK)
@@ -494,7 +498,7 @@ class RecordScales:
 
 
 class Parts:
-    """What the roles share (``decode.Parts``).
+    """Components that the roles share (``decode.Parts``).
 
     Attributes:
         rows, cluster: query rows of a CTA; CTAs that share their K tiles: none do.
@@ -530,15 +534,16 @@ class Parts:
         self.limits, self.stamps = limits, Stamps(bool(spec.stamps))
 
     def cache(self, tma: Tma, gmem: Any) -> Cache:
-        """What the loader reads."""
+        """The cache as the loader's warps read it: ``tma.kv``, whose bytes hold the scales."""
         return Cache(tma.kv, tma.kv.rows.shape[0])
 
     def on_full(self, st):
-        """What the announcer does about a full stage."""
+        """Function that makes facts and ratios of a full stage's scales, for the announcer."""
         return self.scales.maker(st)
 
     def free_first_half(self, st, stage) -> None:
-        """By all lanes of a warp that has read the first half of a stage's rows."""
+        """Free the first half of a stage's rows, if halves are freed apart; all lanes of a warp
+        call this once they have read it."""
         self.loads.free_first_half(st, stage)
 
     @property

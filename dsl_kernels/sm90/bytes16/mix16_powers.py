@@ -61,7 +61,7 @@ def halves(word):
 
 
 def largest_byte(words):
-    """Of some words."""
+    """Largest byte of ``words``, as a number."""
     pairs = [pair for word in words for pair in halves(word)]
     while len(pairs) > 1:
         pairs = [larger_halves(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
@@ -141,8 +141,8 @@ class PowerScales(RecordScales):
         return log, inverse * SUM_FACTOR, (sigma << Uint32(EXPONENT_AT)).bitcast(Float32)
 
     def _make_ratios(self, st, stage, lane, sigma) -> None:
-        """Of both tokens, a word of scales at a time, which is read anew: all are more registers
-        than there are."""
+        """Store the ratios of the lane's two tokens, for K and for V, a word of scales at a time.
+        Each word is read anew: there are not enough registers for all words."""
         own, ratios = self.own(st), self.ratios(st)
         limits = [self._limits(x) for x in sigma]
         following = self.words_at(st, stage, 0)

@@ -45,7 +45,7 @@ class VTile(NamedTuple):
 
 
 class ProductsOfV:
-    """What a warpgroup of P.V does with half of d_v.
+    """Steps of a P.V warpgroup for its half of d_v: V^T to fragments, products, rows to memory.
 
     Attributes:
         parts: what the pipeline is composed of.
@@ -64,7 +64,8 @@ class ProductsOfV:
 
     @staticmethod
     def own_offset(wwarp):
-        """Where a lane's first matrix row of V^T lies; once an item (fp8/transposed.py)."""
+        """Byte offset of a lane's first matrix row of V^T; worked out once an item
+        (fp8/transposed.py says why)."""
         tidx, _, _ = cute.arch.thread_idx()
         return cute.arch.shuffle_sync(transpose.own_offset(wwarp, tidx % 32), tidx % 32)
 

@@ -69,7 +69,7 @@ class MixSoftmax(RowFrames):
 
     @property
     def first_units(self) -> int:
-        """How many of ``units`` are in the first half of Q's channels."""
+        """Number of ``units`` in the first half of Q's channels."""
         return sum(steps[-1] < STEPS // 2 for steps in self.units)
 
     def fields(self) -> dict:
@@ -236,7 +236,7 @@ class MixSoftmax(RowFrames):
         return [own[group, token + 8 * e, stage] for e in range(2)]
 
     def ratio_of(self, ratio, x: int):
-        """Those of a unit's 32 channels from 32 ``x`` on: the same for all."""
+        """All of ``ratio``, for any 32 channels of a unit (from 32 ``x`` on): it has one group."""
         return ratio
 
     @staticmethod
@@ -350,8 +350,8 @@ class MixSoftmax(RowFrames):
         return out
 
     def facts_of(self, st, stage, token):
-        """Of tokens ``token`` and ``token`` + 8, log2 sigma, 2^-40 / sigma, sigma; whether the tile
-        has any."""
+        """(log2 sigma, 2^-40 / sigma, K's sigma), lists for tokens ``token`` and ``token + 8``;
+        1.0 if the tile has some token, else 0.0."""
         facts, log, inverse, sigma, some = self.parts.scales.facts(st), [], [], [], None
         for e in range(2):
             four = cute.make_rmem_tensor((4,), Float32)
@@ -454,7 +454,7 @@ class MixSoftmax(RowFrames):
         return cute.arch.make_warp_uniform(cute.make_tensor(words, cute.make_layout(P_STAGES))[buf])
 
     def store_more(self, st, t, inverse, buf, wwarp, lane) -> None:
-        """What else P.V wants of a tile's P' (``t``): nothing."""
+        """Hook: store what else P.V needs of a tile's P' (``t``); does nothing here."""
 
     def store_p(self, base, t, wwarp, lane, dtype=F16):
         """P^T of ``t``'s rows to address ``base`` of shared memory, as [row][token]: matrix (j, i)

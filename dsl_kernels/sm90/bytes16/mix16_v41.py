@@ -71,12 +71,12 @@ class V41Softmax(ContentSoftmax):
         return found
 
     def ratio_of(self, ratio, x: int):
-        """Those of a unit's 32 channels from 32 ``x`` on."""
+        """Words of ``ratio`` for group ``x`` of a unit: its 32 channels from 32 ``x`` on."""
         return [words[x] for words in ratio]
 
     def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):
-        """As the base class', but a chunk's place is an XOR away from the first one's: a place for
-        each would be kept in a register for all tiles, and there is none."""
+        """Load K like the base class, but get a chunk's address by an XOR from the first one's:
+        an address for each would be kept in a register for all tiles, and none is free."""
         ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
         row, raws = wwarp * 16 + lane % 16, []
         line = st.kc.data_ptr().toint() + stage * (TILE * D) + ahead + row * LINE
@@ -102,7 +102,7 @@ class Mix16V41(mix16.Mix16):
 
 
 def parts_of(spec: VariantSpec, **members: Any) -> ContentParts:
-    """What the pipeline is composed of; ``members``: what is not as over lists."""
+    """Make the pipeline's components; ``members`` replace the defaults, those for lists."""
     own = {"work": TwoLists, "loader": GatherV41, "scales": V41_SCALES}
     return mix16.parts_of(spec, ContentParts, **{**own, **members})
 

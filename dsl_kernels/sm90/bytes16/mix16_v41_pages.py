@@ -2,7 +2,7 @@
 by block table, pipeline ``mix16``.
 
 As mix16_v41.py, whose roles and shared memory these are, behind the loader of pages
-(common/gather_pages_v41.py); mix16_pages.py says what rows of several query tokens do not see.
+(load/gather_pages_two.py); mix16_pages.py says what rows of several query tokens do not see.
 
 Tokens that are not finite, of which some rows see nothing.  A token with a scale of byte 255 is NaN
 by its log2 (mix16_powers.py).  Of such a group content is cleared: 32 channels, a quarter of a
@@ -44,7 +44,8 @@ LINE_GROUPS = LINE // GROUP
 
 
 class QuietV41:
-    """What V4.1's scales have for tokens that not all rows see."""
+    """``quiet`` of V4.1's scales: clears V of groups whose scale is NaN, so that rows that do not
+    see the token stay finite."""
 
     def __init__(self, scales: Any):
         self.scales = scales
@@ -82,7 +83,7 @@ UNIT_STEPS = {**mix16_v41.UNIT_STEPS, 16: 4}  # more spill 12 bytes
 
 
 def parts_of(spec: VariantSpec) -> ContentParts:
-    """What the pipeline is composed of."""
+    """Make the pipeline's components: mix16_v41.py's, but of pages, with limits of rows."""
     return mix16_v41.parts_of(
         spec,
         loader=of_pages(GatherV41),

@@ -1,7 +1,7 @@
 """Dense MLA decode for SM90 over DeepSeek V4's pages of 584 bytes a token, pipeline ``mix16``.
 
 As mix16_v4.py, whose roles and shared memory these are, behind the loader of pages
-(common/gather_pages_v4.py); mix16_pages.py says what rows of several query tokens do not see.
+(load/gather_pages_two.py); mix16_pages.py says what rows of several query tokens do not see.
 
 Tokens that are not finite, of which some rows see nothing.  A token with a scale of byte 255 is NaN
 by its log2 (mix16_powers.py).  Of such a group content is cleared, and the token's RoPE channels,
@@ -57,7 +57,8 @@ def build(spec: VariantSpec):
 
 
 class QuietV4:
-    """What ``V4Scales`` have for tokens that not all rows see."""
+    """``quiet`` of ``V4Scales``: clears V of groups whose scale is NaN, and RoPE of their tokens,
+    so that rows that do not see the token stay finite."""
 
     def __init__(self, scales: Any):
         self.scales = scales

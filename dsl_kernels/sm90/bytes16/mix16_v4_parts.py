@@ -1,4 +1,4 @@
-"""What ``mix16`` over DeepSeek V4's pages (mix16_v4.py) is composed of: queries, scales, softmax.
+"""Components of ``mix16`` over DeepSeek V4's pages (mix16_v4.py): queries, scales, softmax.
 
 Scales are powers of two (mix16_powers.py), of seven groups.
 """
@@ -113,7 +113,7 @@ class V4Softmax(MixSoftmax):
         return [[own[g, token + 8 * e, stage] for e in range(2)] for g in self.groups_of(unit)]
 
     def ratio_of(self, ratio, x: int):
-        """Those of a unit's 32 channels from 32 ``x`` on."""
+        """Words of ``ratio`` for a unit's 32 channels from 32 ``x`` on, which are half a group."""
         return ratio[2 * x // STEPS]
 
     def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):

@@ -47,7 +47,7 @@ STEP = 32  # tokens of a unit
 
 
 class Operands(NamedTuple):
-    """What P.V multiplies out of shared memory: P^T in f16 and in BF16, V^T's RoPE channels."""
+    """Operands of P.V in shared memory: P^T in f16 and in BF16, V^T's RoPE channels."""
 
     p: Any
     p_rope: Any
@@ -74,7 +74,7 @@ class Tile(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of content."""
+        """Number of blocks of content: 4 in the first half, 3 in the second."""
         return BLOCKS - self.half
 
     @property
@@ -84,7 +84,7 @@ class Tile(NamedTuple):
 
 
 class Stores(NamedTuple):
-    """How a thread stores a row: as ``write_rows`` of combine/epilogue.py wants it.
+    """Placement of a thread's stores of a row, for ``write_rows`` of combine/epilogue.py.
 
     Attributes:
         channel: its first; of stores that are woven, less the lane's share of the weave.
@@ -109,7 +109,7 @@ class Spread:
 
     @staticmethod
     def places(half: int, wwarp, lane):
-        """Where the lane's first matrix row of V^T lies in lines and in half lines."""
+        """Byte offsets of the lane's first matrix row of V^T: in 128-byte lines, in half lines."""
         in_halves = lane * (LINE // 2) + (wwarp ^ (lane // 2 % 4)) * 16
         return transpose.lane_offset(wwarp, lane), in_halves
 
@@ -124,7 +124,7 @@ class Spread:
 
     @staticmethod
     def stores(half, wwarp, lane) -> Stores:
-        """Of a thread."""
+        """``Stores`` of a thread: a pair of channels of each of four blocks, not woven."""
         own, g = half * (D // 2) + wwarp * 16, lane // 4
         # the warp's four times 16 channels share an exponent, which four lanes of a row write
         shared = Shared((4, 8, 16), own + BLOCK * g, 1, lane < 16)
@@ -147,8 +147,8 @@ class Neighbours:
         return (BLOCKS - 1) * wwarp + d
 
     def places(self, half: int, wwarp, lane):
-        """Where the lane's first matrix row of V^T lies: in the first half one place for all
-        blocks, in the second one for each, as a block lies in lines or in half lines."""
+        """Byte offsets of the lane's first matrix rows of V^T: one for all blocks of the first
+        half; one for each of the second, where a block lies in lines or in half lines."""
         if half == 0:
             return (transpose.own_offset(wwarp, lane),)
         places = []
@@ -172,8 +172,9 @@ class Neighbours:
 
     @staticmethod
     def stores(half, wwarp, lane) -> Stores:
-        """Of a thread.  A lane stores what belongs to one block, and its channel says where RoPE's
-        lies, no multiple of the step: right for results of 16 bits alone (``feasible``)."""
+        """``Stores`` of a thread, woven: a lane stores channels of one block.  RoPE's block is no
+        multiple of ``step`` away, so the lanes that store it have the difference in ``channel``.
+        Right only for results of 16 bits (``mix16_v4.feasible``)."""
         own, block = half * (D // 2) + wwarp * (64 - 16 * half), lane // 4 % 4
         rope = half * (C + 16 * wwarp - (own + 48))  # from where a fourth block would lie
         own = own + Int32(cutlass.select_(block == BLOCKS - 1, rope, 0))
@@ -216,7 +217,8 @@ class ProductsOfV4(mix16.Mix16):
         return ()
 
     def places(self, half: int, wwarp):
-        """Where the lane's first matrix rows of V^T lie; once an item (fp8/transposed.py)."""
+        """Byte offsets of the lane's first matrix rows of V^T; worked out once an item
+        (fp8/transposed.py says why)."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         found = self.channels.places(half, wwarp, lane)
@@ -249,8 +251,8 @@ class ProductsOfV4(mix16.Mix16):
 
     @cute.jit
     def tiles(self, cta, acc_O, operands, half, span, states, offset, ends):
-        """As the base class'; a P.V warpgroup has code for its half, as RoPE is the second's
-        alone."""
+        """Run an item's tiles like the base class, but with code of its own for each half, since
+        only the second has RoPE."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         kst, pst = states
@@ -334,8 +336,9 @@ class ProductsOfV4(mix16.Mix16):
 
     @cute.jit
     def align(self, last, half):
-        """RoPE's block of O^T as content's are, whose sum factor that has: rows are written by one
-        code for both halves, which is fetched once."""
+        """Bring the last block of O^T to one form, so that one copy of the code writes the rows of
+        both halves.  Content (first half) gets the sum factor, which RoPE's P has already; RoPE
+        (second half) gets its channels in pairs, as content has them."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = cute.arch.shuffle_sync(tidx % 32, tidx % 32)
         if half == 0:

@@ -115,7 +115,7 @@ def _loaded(rows: Any, logs: Any, token: Int32, head: Int32) -> Any:
 
 
 def _share(words: Any) -> tuple[Float32, Float32]:
-    """Of a lane's 8 channels of a row: +inf if dO is not finite, else 0; sum of O dO."""
+    """Reduce a lane's 8 channels of a row: (+inf if dO is not all finite, else 0; sum O dO)."""
     held = [quant.to_f32(each, dtype) for each, dtype in words]
     dot, look = Float32(0.0), Float32(0.0)
     for i in range(8):
