@@ -169,10 +169,7 @@ class SparseEntry(Entry):
         gmem = Fp8Gmem(q_scale, scale, work, Results(out, lse, o_accum, lse_accum, attn_sink))
         tma = self.tensor_maps((q_nope, q_rope), (content, rope))
         call = call_of(q_nope, units, softmax_scale, Int32(0), lse_factor, empty_lse, witness)
-        tile = self.decode.loads.work.tile
-        listed = self.listed(
-            work, cute.ceil_div(indices.shape[2], tile), tile, asks(call, may_split)
-        )
+        listed = self.listed_once(work, indices, asks(call, may_split))
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 
     @staticmethod
@@ -214,10 +211,7 @@ class RecordEntry(Entry):
         gmem = Gmem(work, Results(out, lse, o_accum, lse_accum, attn_sink))
         tma = self.tensor_maps((q, q_rope, q_stride, q_rope_stride), (cache,))
         call = call_of(q, units, softmax_scale, Int32(0), lse_factor, empty_lse, witness)
-        tile = self.decode.loads.work.tile
-        listed = self.listed(
-            work, cute.ceil_div(indices.shape[2], tile), tile, asks(call, may_split)
-        )
+        listed = self.listed_once(work, indices, asks(call, may_split))
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 
     @staticmethod

@@ -77,6 +77,11 @@ class Entry:
             work.work_items, work.part_begin, work.cache_seqlens, tiles, by_tile, wanted
         )  # fmt: skip
 
+    def listed_once(self, work: Any, indices: Any, wanted: Any) -> Listed:
+        """``listed`` where a query token has one list of tokens, ``indices`` (b_q, s_q, topk)."""
+        tile = self.decode.loads.work.tile
+        return self.listed(work, cute.ceil_div(indices.shape[2], tile), tile, wanted)
+
 
 def call_of(
     q: cute.Tensor, units: cute.Tensor, softmax_scale: Any, causal: Any, lse_factor: Any,

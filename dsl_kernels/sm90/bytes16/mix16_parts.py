@@ -506,13 +506,14 @@ class Parts:
         work, q_tiles, loads, scales, queries: work list, Q, KV tiles, scales in the ring, rows of
             Q.
         stamps: recorder of events, off in ordinary builds.
+        content: channels of K's rows and Q's that scales multiply.
         q_format: planes of Q.
         whole_lines: whether a copy takes a line of four rows whatever ``lines`` says.
         limits: ``RowLimits`` where rows see more or less of a sequence; None: all see the same.
     """
 
     cluster, limits = 1, None
-    q_format = Q_FORMAT
+    content, q_format = D, Q_FORMAT
     whole_lines = False
 
     def __init__(
@@ -559,9 +560,9 @@ class Parts:
         """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
         a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
         return Layouts(
-            tuple(b(ROW_MAJOR, (*shape, width), BF16, self.q_stages) for width in (D, R)),
+            tuple(b(ROW_MAJOR, (*shape, n), BF16, self.q_stages) for n in (self.content, R)),
             (
-                a(ROW_MAJOR, (*shape, D), F8, self.stages),
+                a(ROW_MAJOR, (*shape, self.content), F8, self.stages),
                 a(ROW_MAJOR, (*shape, R), BF16, self.stages),
             ),
             b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Uint32
 from cutlass.cute.nvgpu import warp
 
 from ...blocks.smem import array
-from ...blocks.types import BF16, F8, F16, ROW_MAJOR, U16, U32
+from ...blocks.types import BF16, U16, U32
 from ...formats.dims import QK_ROPE_HEAD_DIM as R
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.v4 import CONTENT, GROUPS, SCALE_BYTES
 from ...load.gather_v4 import LINES, GatherV4, TwoLists
 from ...load.planes import CacheFormat, Plane
-from ..fp8.softmax_role import P_STAGES
 from ..roles import Layouts
 from .mix16_parts import Parts, QueryRows
 from .mix16_powers import PowerScales
@@ -71,24 +69,12 @@ class V4Scales(PowerScales):
 class V4Parts(Parts):
     """``Parts`` of V4's pages."""
 
-    q_format, whole_lines = Q_FORMAT, True
+    content, q_format, whole_lines = C, Q_FORMAT, True
 
     def __init__(self, spec: VariantSpec, **members: Any):
         """``members``: what is not as over lists."""
         own = {"work": TwoLists, "loader": GatherV4, "scales": V4Scales, "queries": V4QueryRows}
         super().__init__(spec, **{**own, **members})
-
-    def layouts(self) -> Layouts:
-        """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
-        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows)
-        return Layouts(
-            tuple(b(ROW_MAJOR, (*shape, width), BF16, self.q_stages) for width in (C, R)),
-            (
-                a(ROW_MAJOR, (*shape, C), F8, self.stages),
-                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
-            ),
-            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
-        )
 
     def tile_fields(self, layouts: Layouts) -> dict:
         """And P in BF16."""
