@@ -294,7 +294,7 @@ def layer() -> None:
 
 
 def refusals() -> None:
-    """Asserts that an unserved setup stops the engine with a sentence; the selector takes others."""
+    """Asserts that unserved setups stop the engine with a sentence; the selector takes the rest."""
     from vllm.platforms.interface import DeviceCapability
 
     engine = Engine()
