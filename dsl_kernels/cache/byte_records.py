@@ -58,7 +58,7 @@ class Source(_Reads, OfRecord):
     shares_pages = False  # whether the tokens that a warp fetches lie in one page: P may be odd
 
     def row(self, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> tuple[Any, Any, Any]:
-        """Pointers (content, RoPE, scales) to a token: this lane's channels, and all of its scales.
+        """Pointers (content, RoPE, scales) to a token, the first two to this lane's channels.
 
         RoPE is None if the record has none.  ``dt``: the content's dtype in registers, which sets
         how many channels a lane has.

@@ -83,7 +83,7 @@ class Units:
     @cute.jit
     def words_of(self, lengths: Lengths, i):
         """(tokens, first row, row behind the last) of sequence ``i``, which must exist, as the
-        tables hold them: not yet kept inside."""
+        tables hold them: not clamped."""
         first, behind = i * lengths.s_q, (i + 1) * lengths.s_q
         if lengths.cu_seqlens_q.shape[0] > 0:
             first, behind = lengths.cu_seqlens_q[i], lengths.cu_seqlens_q[i + 1]

@@ -43,7 +43,7 @@ def quantised(fmt: str, c: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
 
 
 def places(fmt: str, page_size: int, offset: int) -> tuple[int, int]:
-    """Where content and scales of a token begin in its page."""
+    """(first byte of content, first byte of scales) of a token in its page."""
     if fmt == "fp8_v41_planar":
         return 512 * offset, 512 * page_size + 16 * offset
     return TOKEN * offset, TOKEN * offset + 512
@@ -51,7 +51,7 @@ def places(fmt: str, page_size: int, offset: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("fmt", FORMATS[1:])
 def test_a_token_and_back(fmt: str) -> None:
-    """What everyday tests run of the two below."""
+    """Everyday part of the two tests below."""
     test_append(fmt, 3, 1, "bf16", "sm_90a")
     test_fetch(fmt, 3, "bf16", "pages", "sm_90a")
 

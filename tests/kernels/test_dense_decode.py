@@ -105,7 +105,7 @@ def test_lse_of_one_token_is_the_tensor_cores() -> None:
 
 @pytest.mark.parametrize("tokens", [None, (2, 0, 1)], ids=["even", "ragged"])
 def test_elements_outside_are_named(tokens: tuple[int, ...] | None) -> None:
-    """By their place in the result."""
+    """Errors name elements outside the gates by their place in the result."""
     step = DenseStep.make((3, 0, 66), 2, 2, tokens=tokens)
     out = torch.zeros(*step.q.shape[:-1], 512)
     lse = torch.zeros(*step.q.shape[:-1]).mT.contiguous()

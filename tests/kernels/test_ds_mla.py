@@ -118,8 +118,8 @@ def ties(exponent: int, down: int) -> Tensor:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("exponent", [0, -111, 118])
 def test_quotients_are_ieee(target: str, exponent: int) -> None:
-    """Where x / scale is a tie of e4m3, or next to one: products by the reciprocal miss some, and
-    so does a residual that is subnormal."""
+    """Quotients x / scale that are ties of e4m3, or next to one: products by the reciprocal miss
+    some, and so does a residual that is subnormal."""
     c = torch.cat([ties(exponent, down) for down in (0, 1, 14, 16)])
     r = torch.zeros(len(c), 64).bfloat16()
     _, kv = pool(2, 64, 0, device_of(target))

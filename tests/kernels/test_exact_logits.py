@@ -40,7 +40,7 @@ def decoded(step: Aligned, op: str, rows: int) -> tuple[Tensor, Tensor]:
 
 @needs_kernels
 def test_high_accuracy_where_fp8_is_far_off() -> None:
-    """As below, one seed, in the row tile of 16; by a plan of that accuracy."""
+    """Half of the kinds below, one seed, in the row tile of 16; by a plan of high accuracy."""
     for kind in exact.KINDS[1::2]:
         step = exact.equal_to_keys(kind, 16, 64, 1)
         found = exact.found(step, *decoded(step, "decode", 16))
@@ -74,7 +74,7 @@ def test_queries_that_equal_keys(kind: str, op: str, rows: int) -> None:
 @pytest.mark.parametrize("rows", [16, 64, 128])
 @pytest.mark.parametrize("kind", exact.KINDS)
 def test_sixteen_seeds(kind: str, rows: int) -> None:
-    """Those that the test above has not, of one tile; by turns of one token."""
+    """Seeds that the test above has not: 64 tokens, one tile, or one token for two of the seeds."""
     for seed in range(2, 16):
         step = exact.equal_to_keys(kind, rows, 1 if seed in (6, 11) else 64, seed)
         found = exact.found(step, *decoded(step, "decode", rows))
@@ -135,14 +135,14 @@ def model(kind: str, config: Any, seed: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", exact.KINDS)
 def test_the_rounding_keeps_the_bounds(kind: str) -> None:
-    """Of e4m3 operands in f16, by the tensor core's model; of e4m3 products it does not."""
+    """Rounding by the tensor core's model: e4m3 operands in f16 keep them, e4m3 products do not."""
     lse, error = model(kind, MIMIC_F16, 1)
     assert lse <= 0.5 and error <= exact.FP32_ERROR
     assert model(kind, MIMIC_HW_FULL, 1)[0] > 20
 
 
 def test_every_e4m3_is_an_f16() -> None:
-    """What makes the conversion of K and Q exact: all 256 bytes, and the least product."""
+    """Conversion of K and Q to f16 is exact for all 256 bytes; NaN stays NaN."""
     bits = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert torch.equal(bits.half().double().nan_to_num(7e7), bits.double().nan_to_num(7e7))
 

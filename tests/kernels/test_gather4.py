@@ -48,7 +48,7 @@ def test_nobody_gets_it_unasked() -> None:
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_are_those_of_the_other_loader(layout: str) -> None:
-    """Of every page size, style and edge of lists, landing and schedule at random."""
+    """Equal bits for every page size, style and edge of lists, landing and schedule at random."""
     (spec, gather4), (_, other) = kernel_of(GATHER4), kernel_of(BLACKWELL)
     shapes = [*work.shapes(spec)]
     for style, page_size in (("swings", 53), ("equal", 2), ("plain", 64), ("plain", 1)):

@@ -163,7 +163,7 @@ def test_sm100_has_the_bits_of_blackwells_model(heads: int, rows: int) -> None:
 
 
 def test_fma_is_rounded_once() -> None:
-    """Where a sum in fp64, rounded again, is the other neighbour; and fp32's own, of many."""
+    """Cases where a sum in fp64, rounded again, is the other neighbour; and fp32's own, of many."""
     small = torch.tensor([2.0**-23])
     x, y, z = 2.0**-24 * (1 + small), 1 - small, 1 + small  # x y is 2^-24 - 2^-70
     assert (x.double() * y.double() + z.double()).float() == 1 + 2 * small
@@ -325,7 +325,7 @@ def test_tables_that_are_wrong_stay_inside(
     ("arch", "of_scores", "of_products"), [("sm_90a", 3e-4, 1.2e-3), ("sm_100a", 1e-6, 1e-6)]
 )
 def test_errors_beside_fp64(arch: str, of_scores: float, of_products: float, active: int) -> None:
-    """What a chain of 128 channels costs: Hopper's with queries equal to a key 1.2e-3 of the sum of
+    """Error of a chain of 128 channels: Hopper's with queries equal to a key 1.2e-3 of the sum of
     products, on normal ones 3e-4 of the sum of scores; Blackwell's no more than its sums."""
     given = work.sample_call(64, (200,), 2)
     given["w"][:, active:] = 0.0

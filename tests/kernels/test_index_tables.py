@@ -44,7 +44,7 @@ def test_what_cannot_be_built_says_why() -> None:
 
 
 def judged(calls: list[Call], name: str, change: str) -> bool:
-    """Whether a judge takes the truth with one entry of a result changed."""
+    """True if a judge takes the truth with one entry of a result changed."""
     spec = VariantSpec.from_name(f"{name}_sm90a")
     for call in calls:
         for result, want in call.want.items():

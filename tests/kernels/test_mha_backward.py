@@ -162,7 +162,7 @@ def test_logits(spec: VariantSpec, style: str) -> None:
 @whole
 @of_each
 def test_one_huge_row_of_dout(spec: VariantSpec) -> None:
-    """As large as its products' sums leave dS finite."""
+    """Row as large as the sums of its products leave dS finite."""
     job = GradJob.of(drawn(spec, (129,), (200,), 2, 1))
     dout = job.dout.clone()
     dout[77] *= 1000.0
@@ -215,7 +215,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("spec", SPECS[1:3], ids=lambda s: s.name)
 def test_a_hidden_nan_in_other_layouts(spec: VariantSpec, layout: str, what: str) -> None:
-    """As above: fp16 with 192 channels, BF16 with 128."""
+    """The test above in other layouts: fp16 with 192 channels, BF16 with 128."""
     heads, options, together = LAYOUTS[layout]
     if spec.d_qk == 128 and options:
         pytest.skip("128 channels have no RoPE channels apart")
@@ -351,8 +351,8 @@ def test_keys_wait_for_the_statistics_that_they_read() -> None:
 
 @main_first
 def test_the_count_is_released_and_acquired(spec: VariantSpec) -> None:
-    """What no run here can miss: mha_delta's release behind the barrier behind its stores, and
-    mha_dkv's acquire and proxy fence in front of all else that it reads."""
+    """Order of instructions, which no run here depends on: mha_delta's release behind the barrier
+    behind its stores, mha_dkv's acquire and proxy fence in front of all else that it reads."""
     delta, keys = (
         [x.opcode for x in kernel.program(kernel.entry).kernel.code]
         for kernel in (loaded(variants(spec)[op]) for op in ("mha_delta", "mha_dkv"))

@@ -82,7 +82,7 @@ def where(name: str) -> tuple[VariantSpec, Path]:
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1)])
 @pytest.mark.parametrize("name", EVERY)
 def test_flashmla_inputs(name: str, heads: tuple[int, int], causal: bool) -> None:
-    """As FlashMLA's tests draw them: N/10, scale (d + 100)^-0.5, no more queries than keys."""
+    """Inputs like FlashMLA's tests': N/10, scale (d + 100)^-0.5, no more queries than keys."""
     spec, kernel = kernel_of(name)
     torch.manual_seed(7)
     job = MhaJob.draw(spec, (150, 1, 257), (300, 129, 257), *heads, causal=causal, spread=0.1)

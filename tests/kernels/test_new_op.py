@@ -1,4 +1,4 @@
-"""What a new op costs: out = x * scale of rows, a kernel and a host file of 90 lines together.
+"""Cost of a new op: out = x * scale of rows, a kernel and a host file of 90 lines together.
 
 ``support/scale_rows.py`` and ``scale_rows_kernel.py`` are no part of the product, which never names
 them.  Their op is called in every way that the product's own are, on the software GPU.

@@ -1,4 +1,4 @@
-"""What a new system costs: a BF16 pipeline of 120 lines, composed of what is shared.
+"""Cost of a new system: a BF16 pipeline of 120 lines, composed of what is shared.
 
 ``support/sum_pipeline.py`` is no part of the product.  Declared here, it is built for both archs
 and run on the software GPU; what exists does not notice.

@@ -273,7 +273,7 @@ def test_every_role_is_played() -> None:
     (["fence", "wait", "wait 2"], False), (["fence", "wait 1"], True),
 ])  # fmt: skip
 def test_survivors_that_are_explained(explained: list[str], fails: bool) -> None:
-    """By instruction, by instruction and role, a number of them."""
+    """Explanations by instruction, by instruction and role, and with a number of them."""
     found = [("fence", ()), ("wait", ("a",)), ("wait", ("a", "b"))]
     survivors = [explanations.Survivor(text, roles, 10) for text, roles in found]
     assert bool(explanations.unexplained(survivors, explained)) == fails

@@ -94,7 +94,7 @@ def test_the_gate_that_one_term_misses(
 @needs_kernels
 @RARELY
 def test_the_residual_is_summed_first() -> None:
-    """Where a latent's mean makes sums large, the other order costs 5e-4, and this one 7e-5."""
+    """Sums are large by a latent's mean: the other order costs 5e-4, and this one 7e-5."""
     inputs = cases.build(
         cases.DecodeCase(lengths=(64,), logit_std=0.02, amplitude_std=0.0, latent_mean=2.0)
     )

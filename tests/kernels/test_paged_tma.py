@@ -61,8 +61,8 @@ class Copies:
     ],
 )  # fmt: skip
 def test_two_tiles_at_first(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in flight before anything has landed is what two tiles take altogether; without the
-    wait it is what the ring holds."""
+    """Copies in flight before anything has landed are those of two tiles; without the wait they are
+    those that the ring holds."""
     copies = Copies(name, monkeypatch)
     from dsl_kernels.load import paged_tma
 

@@ -123,7 +123,7 @@ def test_kernels_write_the_format(program: softgpu.LoadedKernel) -> None:
 @needs_compiler
 @pytest.mark.parametrize("slots", [2, 4, 7, 19])
 def test_rows_of_every_kind_merge(program: softgpu.LoadedKernel, slots: int) -> None:
-    """What is merged is off by half a step of each partial value, and fp32's own rounding; NaN and
+    """Merged rows are off by half a step of each partial value, and fp32's own rounding; NaN and
     infinity come through, and finite channels beside an infinity lose what is below 2^88."""
     x, heads = every_kind(slots, 12), 12
     generator = torch.Generator().manual_seed(slots)

@@ -44,8 +44,8 @@ def test_records_of_plans(target: str, lengths: list[int], parts: int, overhead:
 
 @pytest.mark.parametrize(("lengths", "parts", "overhead"), CASES)
 def test_there_and_back(lengths: list[int], parts: int, overhead: int) -> None:
-    """What a plan's records are read as, for the lengths that it was made for, is that plan: all
-    of an item but what its rows see, which records do not say."""
+    """A plan's records, read for the lengths that it was made for, give that plan: all of an item
+    but what its rows see, which records do not say."""
     plan = plan_reference(lengths, parts, 64, overhead)
     again = records_reference(records_of(plan)[0], lengths, 2**31 - 1)
     assert again.work_items == [(*item[:7], 0) for item in plan.work_items]

@@ -71,20 +71,20 @@ class Bench:
         return self.all(opcode, source)[0]
 
     def run(self, mode: str = "early", seed: int | None = None, hazards: str = "raise") -> bool:
-        """Whether the result of one decode is right."""
+        """True if the result of one decode is right."""
         self.kernel.options = softgpu.Options(hazards=hazards, asynchronous=mode, seed=seed)
         return self.job.errors(self.job.run(self.kernel)).right
 
     def broken(
         self, changes: dict[int, str], mode: str = "early", seed: int | None = None
     ) -> softgpu.SoftGpuError:
-        """What the kernel with these changes reports."""
+        """The error that the kernel reports with these changes."""
         return error_of(self.kernel, self.entry, changes, lambda: self.run(mode, seed))
 
     def unwaited(
         self, ins: Instr, mode: str = "early", seed: int | None = None
     ) -> softgpu.SoftGpuError:
-        """What it reports without the mbarrier wait ``ins``."""
+        """The error that it reports without the mbarrier wait ``ins``."""
         return self.broken({ins.pc: granted(ins)}, mode, seed)
 
 
@@ -181,7 +181,7 @@ def test_missing_empty_barrier_wait_with_late_copies(etap: Bench) -> None:
 
 
 def _expecting(bench: Bench, extra: int, mode: str) -> softgpu.SoftGpuError:
-    """What a kernel reports that expects ``extra`` bytes too many of each K tile."""
+    """The error of a kernel that expects ``extra`` bytes too many of each K tile."""
     arrive = bench.one("mbarrier.arrive.expect_tx", ACQUIRE)
     where, _, count = arrive.text.rpartition(", ")
     [constant] = [i for i in bench.all("mov.b32") if i.args[0] == Reg(count)]
@@ -208,7 +208,7 @@ def test_too_many_bytes_expected(etap: Bench, mode: str) -> None:
 
 
 def _with_count(bench: Bench, extra: int, mode: str) -> softgpu.SoftGpuError:
-    """What a kernel reports whose K stages wait for ``extra`` more readers than there are."""
+    """The error of a kernel whose K stages wait for ``extra`` more readers than there are."""
     create = line("loader.py", "return pipeline.PipelineTmaAsync.create(")  # Q's ring, then K's
     inits = bench.all("mbarrier.init", create)
     changes, last = {}, inits[-1].text.rpartition(", ")[2]

@@ -59,7 +59,7 @@ def errors_of(cache: str, rows: int, shape: PagedShape) -> DenseErrors:
 
 
 def test_a_batch() -> None:
-    """What everyday tests run: ragged lengths, several query tokens, swings, splits."""
+    """Everyday batch: ragged lengths, several query tokens, swings, splits."""
     errors = errors_of(
         "fp8_ds_mla", 16, PagedShape(3, 333, (330, 66, 0), 3, 2, style="swings", parts=3)
     )
@@ -80,8 +80,8 @@ def test_clean_and_right(cache: str, rows: int) -> None:
 @pytest.mark.parametrize("page_size", PAGES)
 @every
 def test_the_bits_of_sparse_decode(cache: str, rows: int, page_size: int) -> None:
-    """Of the same tokens by lists, page * P + offset of each, whatever length and page; one query
-    token or several, whole and in pieces of the same tiles."""
+    """Equal bits of the same tokens by lists, page * P + offset of each, whatever length and page;
+    one query token or several, whole and in pieces of the same tiles."""
     assert_bits_of_lists(rows, page_size, LENGTHS, "cpu", cache=cache)
 
 

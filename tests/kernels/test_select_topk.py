@@ -135,8 +135,8 @@ def test_rows_between_16_bytes(target: str, shape: tuple[int, int, int], begin: 
 
 @pytest.mark.parametrize("shape", EVERYDAY)
 def test_ties_go_to_the_lowest_position(shape: tuple[int, int, int]) -> None:
-    """Of the highest scores all, then of those that tie the first, across CTAs of a row; the ties
-    overflow their lists."""
+    """All of the highest scores are selected, then the first of those that tie, across CTAs of a
+    row; the ties overflow their lists."""
     columns, k = 2 * LIST[shape] + 150, 600
     logits = torch.zeros(1, columns)
     logits[0, ::2] = -0.0

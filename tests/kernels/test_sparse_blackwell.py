@@ -243,7 +243,7 @@ class Step:
         )  # fmt: skip
 
     def call(self, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the public name, hazards raised."""
+        """Calls ``snapmla.decode``; hazards are raised."""
         given = {"softmax_scale": 576**-0.5, "out_dtype": torch.float32, **more}
         with using(Options(hazards="raise")):
             return snapmla.decode(self.q, self.cache, indices=self.indices, **given)

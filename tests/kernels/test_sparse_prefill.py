@@ -326,7 +326,7 @@ def test_the_grid_before_is_waited_for_first(name: str) -> None:
 
 
 def split_arguments(s_q: int, heads: int, topk: int, width: int) -> dict[str, Any]:
-    """What split lists are given alone; results and partial rows are NaN."""
+    """Arguments that split lists alone are given; results and partial rows are NaN."""
     pieces = -(-topk // width)
     return {
         "split_begin": torch.arange(s_q + 1, dtype=torch.int32) * pieces,

@@ -82,7 +82,7 @@ def test_numbers_that_move_frames(name: str, style: str) -> None:
 
 
 def assert_unmoved(job: RecordJob, kernel: Any, paddings: Iterable[float]) -> tuple[Tensor, Tensor]:
-    """What padded heads hold moves no bit of the real ones.
+    """Asserts that no bit of real heads depends on what padded ones hold.
 
     Fills the first head and the last three with each of ``paddings``; gives (out, lse) as is.
     """

@@ -44,7 +44,7 @@ def of(formats: Iterable[str], rows: Iterable[int] = (16, 64)) -> Any:
 
 @pytest.mark.parametrize("name", names(EVERYDAY, [16]))
 def test_a_job(name: str) -> None:
-    """What everyday tests run of the formats: swings, splits, a sink, two lists."""
+    """Everyday job of the formats: swings, splits, a sink, two lists."""
     spec, kernel = kernel_of(name)
     two = {"extra_topk": 17, "extra_lengths": (17, 9, 5)} if spec.cache_dtype in TWO else {}
     shape = RecordShape(

@@ -24,7 +24,7 @@ pytestmark = needs_compiler
 
 
 def up_to_date(spec: VariantSpec) -> Path:
-    """Where the variant and its planner lie, compiled first if need be."""
+    """Folder of the variant, which is compiled first, with its planner, if need be."""
     runtime.find_or_build(VariantSpec(op="plan_decode", arch=spec.arch), need_library=False)
     return runtime.find_or_build(spec, need_library=False).directory
 

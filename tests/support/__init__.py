@@ -1,4 +1,4 @@
-"""What tests of several modules share."""
+"""Helpers that tests of several modules share, and ROOT, the repository's folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What attention over caches of bytes promises of bytes and lists, on any device.
+"""Checks of attention over caches of bytes: its promises about bytes and lists, on any device.
 
 Each takes a job on that device, and its kernel.
 """
@@ -40,7 +40,7 @@ def window(heads: int, page_size: int, extra: int, extra_page: int, parts: int =
 
 
 def assert_right(job: RecordJob, result: tuple[Tensor, Tensor]) -> None:
-    """By FlashMLA's gates, and as near to fp64 as the kernel's mimic."""
+    """Asserts FlashMLA's gates, and results as near to fp64 as the kernel's mimic."""
     errors = job.errors(result)
     assert errors.right, f"{job.shape}: {errors}"
 
@@ -111,8 +111,8 @@ def assert_nan_is_its_readers_alone(job: RecordJob, kernel: Any) -> None:
 
 
 def assert_one_list_is_two(job: RecordJob, kernel: Any) -> None:
-    """What is behind a list's 128 entries as a list of its own over the same cache: the same
-    bits."""
+    """Asserts the same bits if the entries behind a list's first 128 are a second list over the
+    same cache."""
     out, lse = job.run(kernel)
     length, more = job.lengths.clamp(max=128), (job.lengths - 128).clamp(min=0)
     other, other_lse = job.run(
@@ -156,7 +156,7 @@ def assert_lone_tokens(spec: VariantSpec, kernel: Any) -> None:
 
 
 def lone_tokens(job: RecordJob, lse: Tensor) -> LoneTokens:
-    """Of a job whose lists are of one entry."""
+    """``LoneTokens`` of a job whose lists have one entry each."""
     truth = record_decode_reference(job.call())[1]
     got = lse.transpose(0, 1).flatten(1).double()
     error = (got - truth).abs()

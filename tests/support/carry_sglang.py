@@ -43,7 +43,7 @@ def pack(folder: Path, out: Path, wanted: Callable[[Path], bool]) -> None:
 
 
 def pack_dependencies(out: Path) -> None:
-    """What SGLang's modules import, as one tar: a third smaller than the wheels."""
+    """Packs what SGLang's modules import as one tar: a third smaller than the wheels."""
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         wheels, whole = Path(scratch) / "whl", Path(scratch) / DEPENDENCIES
         download(wheels, "-r", str(NEEDS))

@@ -96,7 +96,7 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What a case builds; shapes as in ``snapmla.decode``.
+    """Tensors that a case builds; shapes as in ``snapmla.decode``.
 
     ``stored`` are the arguments of ``mla_decode_reference`` in order, without softmax_scale.
     ``c_kv``, ``k_rope`` (all tokens of all sequences, unquantised) and ``slot_mapping`` are what

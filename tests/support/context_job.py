@@ -1,4 +1,4 @@
-"""What one rank does in tests of ``snapmla.parallel``: on CPUs with gloo, on GPUs with NCCL."""
+"""Work of one rank in tests of ``snapmla.parallel``: on CPUs with gloo, on GPUs with NCCL."""
 
 from __future__ import annotations
 
@@ -200,9 +200,9 @@ def rows_case(rank: int, ranks: int, device: str) -> list[str]:
 
 
 def transport_rounding(name: str) -> float:
-    """What rounding on the way adds at most, as a relative L2: a result that is rounded to bfloat16
-    is off by no more than 2^-9 of it.  Of all_to_all partial results are rounded; of reduce_scatter
-    weighted rows and sums, too."""
+    """Largest relative L2 that rounding on the way adds: a result rounded to bfloat16 is off
+    by no more than 2^-9 of it.  all_to_all rounds partial results; reduce_scatter rounds weighted
+    rows and sums, too."""
     if "bfloat16" not in name:
         return 0.0
     return (3 if "reduce_scatter" in name else 1) ** 0.5 * 2**-9

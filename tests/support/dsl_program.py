@@ -1,4 +1,4 @@
-"""What the tcgen05 programs that tests plant bugs in share, all in NVIDIA's CuTe DSL.
+"""Shared parts of the tcgen05 programs that tests plant bugs in, all in NVIDIA's CuTe DSL.
 
 A program is a module of ``tests.support`` that ends in a call of ``command``:
 

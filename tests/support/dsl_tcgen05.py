@@ -1,4 +1,4 @@
-"""What NVIDIA's CuTe DSL makes of tcgen05 descriptors and operand layouts, as JSON on stdout.
+"""The tcgen05 descriptors and operand layouts of NVIDIA's CuTe DSL, as JSON on stdout.
 
 Runs in a process of its own, for sm_100a:
 

@@ -77,12 +77,12 @@ class Found:
 
     @property
     def right(self) -> bool:
-        """Of fp32 results."""
+        """True if both errors are within the bounds of fp32 results."""
         return self.error <= FP32_ERROR and self.lse <= 1.0
 
 
 def found(step: Aligned, out: Tensor, lse: Tensor) -> Found:
-    """Of out (1, 1, h, 512) and natural lse (1, h, 1)."""
+    """Errors of out (1, 1, h, 512) and natural lse (1, h, 1) against the step's truth."""
     truth, truth_lse = step.truth()
     allowed = LSE_ERROR + LSE_SHARE * content_logits(step)
     off = (lse.double() - truth_lse).abs()[0, :, 0]

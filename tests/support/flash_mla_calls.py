@@ -27,7 +27,7 @@ class Form:
     constants: tuple[tuple[str, Any], ...] = ()
 
     def arguments(self, step: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """By place and by name, of a step's values."""
+        """(arguments by place, arguments by name), with a step's values."""
         values = {**step, **dict(self.constants)}
         return [values[name] for name in self.places], {name: values[name] for name in self.names}
 

@@ -100,7 +100,7 @@ def outside(got: Tensor, want: Tensor, gate: tuple[float, float]) -> int:
 
 
 def check(out: Tensor, want: Tensor, lse: Tensor | None = None, lses: Any = None) -> None:
-    """By FlashMLA's gates."""
+    """Asserts that results are finite and pass FlashMLA's gates."""
     assert out.isfinite().all() and outside(out, want, OUT_GATE) == 0
     a, b = out.double().flatten(), want.flatten()
     assert 1 - 2 * (a @ b) / (a @ a + b @ b) <= COSINE_GATE

@@ -1,4 +1,4 @@
-"""What a test needs to run at all, and the devices that it runs on."""
+"""Marks for what a test needs to run at all, and the devices that tests run on."""
 
 from __future__ import annotations
 

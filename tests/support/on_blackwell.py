@@ -36,7 +36,7 @@ def software_gpu(arch: str) -> Iterator[pytest.MonkeyPatch]:
 
 
 def _forget() -> None:
-    """What is kept of an architecture."""
+    """Clears the caches of what depends on the architecture."""
     for cached in (runtime.arch_of, dispatch.card_of, launching._plan_kernel):
         cached.cache_clear()
     runtime.forget()
@@ -73,7 +73,7 @@ def decode(
 def errors(
     inputs: cases.DecodeInputs, pipeline: str, out: torch.Tensor, lse: torch.Tensor
 ) -> selfcheck.DecodeErrors:
-    """Those of a call's results against fp64 and the mimic with the pipeline's blocks."""
+    """Errors of a call's results against fp64 and the mimic with the pipeline's blocks."""
     q = snapmla.QuantizedQuery(inputs.q8, inputs.q_rope_scaled, inputs.q_scale)
     cache = snapmla.PagedKVCache.from_tensors(inputs.content, inputs.rope, inputs.scale)
     spec = decode_spec(pipeline, ROW_TILES[pipeline], inputs.case.page_size, "f32", "sm_100a")

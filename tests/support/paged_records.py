@@ -73,8 +73,8 @@ def assert_bits_of_lists(
     rows: int, page_size: int, lengths: Sequence[int], device: str, style: str = "std3",
     cache: str = "fp8_ds_mla",
 ) -> None:  # fmt: skip
-    """That both decodes agree bit for bit, for one and three query tokens a sequence, whole and in
-    pieces of two tiles; and that the dense one is right."""
+    """Asserts that both decodes agree bit for bit, for one and three query tokens a sequence, whole
+    and in pieces of two tiles; and that the dense one is right."""
     spec, kernel = kernel_of(rows, device, cache=cache)
     _, lists = kernel_of(rows, device, "sparse_decode", cache)
     width = -(-max(lengths) // page_size) + 1

@@ -36,7 +36,7 @@ PAIR, BOTH = prim.CTAGroup.CTA_2, (1 << CTAS) - 1
 
 
 class Cta(NamedTuple):
-    """What the roles share: mbarriers, addresses in shared memory, tensor memory, tiles."""
+    """Values that the roles share: mbarriers, addresses in shared memory, tensor memory, tiles."""
 
     bars: Any
     a: Any

@@ -38,7 +38,7 @@ def pairwise(axes: Axes) -> Iterator[Point]:
 
 
 def assert_all_meet(axes: Axes, points: Sequence[Point]) -> None:
-    """Of every two axes, every two values."""
+    """Asserts that of every two axes every two values meet in a point."""
     for a, b in itertools.combinations(axes, 2):
         met = {(p[a], p[b]) for p in points}
         assert met == set(itertools.product(axes[a], axes[b])), (a, b)

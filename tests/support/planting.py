@@ -38,7 +38,7 @@ def line_of(path: Path, text: str, after: str = "") -> str:
 def error_of(
     kernel: softgpu.LoadedKernel, entry: str, changes: dict[int, str], run: Callable[[], object]
 ) -> softgpu.SoftGpuError:
-    """What ``run`` reports while ``kernel`` has these changes."""
+    """The error that ``run`` raises while ``kernel`` has these changes."""
     with (
         mutate.planted(kernel, entry, changes),
         pytest.raises(softgpu.SoftGpuError) as error,

@@ -66,7 +66,7 @@ class Engine:
             os.replace(Path(scratch) / release, self.home() / release)
 
     def dependencies(self) -> None:
-        """What it imports."""
+        """Installs the packages that it imports, as ``needs`` lists them."""
         with tempfile.TemporaryDirectory(dir=self.home()) as scratch:
             target = Path(scratch) / DEPENDENCIES
             pip("install", "--no-deps", "--target", str(target), "-r", str(self.needs))

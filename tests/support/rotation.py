@@ -18,7 +18,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Rotation:
-    """What rotates (and normalises) tokens, on the CPU.
+    """Operands that rotate (and normalise) tokens, on the CPU.
 
     Attributes:
         positions: (n,); the first two of more than three have angles whose cosine is the sine or

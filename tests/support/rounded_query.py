@@ -40,8 +40,10 @@ def equal_to_tokens(
 
 
 def share_of_bound(job: RecordJob, lse: Tensor) -> float:
-    """Of an LSE's error, that of the rounded query, the largest share of what the sums may do; the
-    job's rows all have tokens."""
+    """Largest error of an LSE as a share of its bound; the truth is that of the rounded query.
+
+    The bound is on what the sums may do.  All of the job's rows must have tokens.
+    """
     call = job.call()
     truth = record_decode_reference(call._replace(q=record_qk.rounded(call.q)))[1]
     off = lse.transpose(0, 1).flatten(1).double() - truth

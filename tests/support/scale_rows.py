@@ -1,4 +1,4 @@
-"""What an op takes on the host: out = x * scale of rows; its kernel is scale_rows_kernel.py's."""
+"""Host side of a small op: out = x * scale of rows; its kernel is scale_rows_kernel.py's."""
 
 from __future__ import annotations
 

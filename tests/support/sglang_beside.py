@@ -80,7 +80,7 @@ def without(found: Found) -> Iterator[None]:
 
 
 def graph_of(cases: list[Case]) -> torch.cuda.CUDAGraph:
-    """Of a step's layers; results of each case are looked at first."""
+    """Captures a step's layers in a CUDA graph; checks the first case's results on both sides."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for case in cases:

@@ -151,7 +151,7 @@ class Case:
         raise NotImplementedError
 
     def metadata(self) -> None:
-        """Of a step, before its layers."""
+        """Makes the metadata of a step, before its layers."""
         raise NotImplementedError
 
     def bind(self) -> None:
@@ -338,7 +338,7 @@ class V4(Case):
 
 
 def _assigned(file: Path, target: str) -> Any:
-    """What a file assigns to a name, to be evaluated."""
+    """Compiled expression that a file assigns to ``target``, to be evaluated."""
     (value,) = (
         node.value for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == target
@@ -377,7 +377,7 @@ class Dense(Case):
         )
 
     def _now(self, *given: Any, **named: Any) -> Any:
-        """What the module's name is when a layer calls it."""
+        """Calls the function that the module's name has at the time of the call."""
         return self.bound.flash_mla_with_kvcache(*given, **named)
 
     def fill(self, seed: int) -> None:

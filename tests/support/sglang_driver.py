@@ -292,7 +292,7 @@ def prefix() -> None:
 
 
 def hooks() -> None:
-    """What SGLang asks of its own functions: names, bytes of a token, classes."""
+    """Checks what SGLang asks of its own functions: names, bytes of a token, classes."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.mem_cache import kv_cache_configurator as configurators
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool

@@ -1,4 +1,4 @@
-"""What the cases of ``sglang_driver`` run on: SGLang's own pool, layers and forward batches.
+"""SGLang's own pool, layers and forward batches, on which the cases of ``sglang_driver`` run.
 
 ``Engine`` has a pool with cached tokens, layers over it and our backend.  All tensors are on
 torch's default device; what SGLang imports for a GPU are shells.

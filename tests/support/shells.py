@@ -17,7 +17,7 @@ from typing import Any
 
 
 class _Meta(type):
-    """Of things that stand for anything."""
+    """Metaclass of things that stand for anything."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

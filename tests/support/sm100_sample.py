@@ -27,7 +27,7 @@ def points(name: str, part: str) -> list[Point]:
 
 
 def wrong(name: str, point: Point) -> str:
-    """What is wrong with a point's results, or nothing."""
+    """Text that says what is wrong with a point's results, empty if nothing is."""
     try:
         errors = SAMPLES[name].run(point)
     except (SoftGpuError, AssertionError) as error:

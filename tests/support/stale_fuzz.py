@@ -38,7 +38,7 @@ def value_of(request: int) -> float:
 
 @dataclass
 class Tables:
-    """What a step is of, on the device."""
+    """Lengths, offsets and limits of a step, on the device."""
 
     lengths: torch.Tensor
     offsets: torch.Tensor

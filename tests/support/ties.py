@@ -55,7 +55,7 @@ class Tied:
         )  # fmt: skip
 
     def errors(self, out: torch.Tensor, lse: torch.Tensor) -> selfcheck.DecodeErrors:
-        """Of a kernel with these results."""
+        """Errors of a kernel that gave these results."""
         return selfcheck.decode_errors(
             out, lse, self.q, self.cache, self.block_table, self.cache_seqlens, SCALE
         )

@@ -256,7 +256,7 @@ def chunks() -> None:
 
 
 def compare(what: str, got: Tensor, want: Tensor) -> None:
-    """That results land where they belong; how exact they are is the watch's to say."""
+    """Asserts that results land where they belong; the watch judges how exact they are."""
     error = metrics.relative_l2(got.float(), want.float())
     print(f"{what}: logits' relative L2 {error:.2e}", flush=True)
     assert error < GROSS, what
@@ -353,7 +353,7 @@ def refused(what: str, call: Callable[[], Any], kind: type[Exception] = ValueErr
 
 
 def refusals() -> None:
-    """What would go wrong is refused before anything is written."""
+    """Asserts that what would go wrong is refused before anything is written."""
     model, given = model_of("DeepseekV3", **DENSE, q_lora_rank=None), inputs()
     ids = given["input_ids"]
     _, cache = over_ours(model)

@@ -48,7 +48,7 @@ RARELY = (
 
 
 def shipped(*, whole: bool) -> list[VariantSpec]:
-    """Of both architectures: every variant, or the test set of them but for ``RARELY``."""
+    """Variants of both architectures: all of them, or the test set without ``RARELY``."""
     if not toolchain.have_compiler():  # without it nothing is known of the matrix
         return []
     pick = matrix.default_specs if whole else matrix.sample_specs

@@ -295,7 +295,7 @@ def ranks() -> None:
 
 
 def refusals() -> None:
-    """What would go past the backend stops the engine, in a sentence."""
+    """Asserts that what would go past the backend stops the engine, in a sentence."""
     engine = Engine()
     passes = engine.config.compilation_config.pass_config
     builder = engine.layer.attn_backend.get_builder_cls()

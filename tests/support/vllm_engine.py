@@ -1,4 +1,4 @@
-"""What the cases of ``vllm_driver`` run on: vLLM's MLA layer with its cache, and stand-ins.
+"""vLLM's MLA layer with its cache, and stand-ins, on which the cases of ``vllm_driver`` run.
 
 ``Engine`` has one layer, made as the model makes it; what vLLM computes by CUDA outside of our
 backend (prefill attention, merging by LSE, pinned memory) is done by torch.
@@ -45,7 +45,7 @@ MODEL = {
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """What a prefill backend computes: ragged attention and its LSE (h, tokens)."""
+    """Ragged attention and its LSE (h, tokens), as a prefill backend computes them."""
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     lse = torch.empty(q.shape[1], q.shape[0])
     for i in range(len(cu_q) - 1):
@@ -203,7 +203,7 @@ class Engine:
         return c, r, slots
 
     def write(self, kv: Tensor, c: Tensor, r: Tensor, slots: Tensor) -> None:
-        """What the layer does with new tokens, int64 slots and some of them -1."""
+        """Writes new tokens at int64 slots as the layer does, and one at -1, which it skips."""
         skipped = torch.cat([slots, torch.tensor([-1])])
         c, r = torch.cat([c, c[:1] * 9]), torch.cat([r, r[:1] * 9])
         self.layer.impl.do_kv_cache_update(

@@ -221,7 +221,7 @@ def rank_step(
     engine: Engine, choosing: Any, new: list[int], requests: list[int],
     tokens: list[tuple[int, int]], told: list[Tensor], gather: Any,
 ) -> Tensor:  # fmt: skip
-    """What a rank's indexer chooses; ``told``: what the ranks tell one another."""
+    """Positions that a rank's indexer chooses; ``told``: what the ranks tell one another."""
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
     rank, count, turn = engine.shard
@@ -294,7 +294,7 @@ def layer() -> None:
 
 
 def refusals() -> None:
-    """What is not served stops the engine with a sentence; the selector takes what is."""
+    """Asserts that unserved setups stop the engine with a sentence; the selector takes the rest."""
     from vllm.platforms.interface import DeviceCapability
 
     engine = Engine()

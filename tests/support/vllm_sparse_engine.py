@@ -1,4 +1,4 @@
-"""What the cases of ``vllm_sparse_driver`` run on: vLLM's layers of DSA models, with both caches.
+"""vLLM's layers of DSA models with both caches, on which ``vllm_sparse_driver`` runs its cases.
 
 ``Engine`` has a layer and its indexer, their caches and what the tokens were; ``Layers`` two of the
 layers that CUDA builds use.  Names of vLLM are replaced by ``vllm_sparse_ops`` before any is made.
@@ -233,8 +233,8 @@ class Engine:
         )  # fmt: skip
 
     def choose(self, step: Any, tokens: list[tuple[int, int]]) -> Tensor:
-        """What the layer's indexer chooses, as positions (tokens, topk); slots of the buffer are
-        turned back."""
+        """Positions (tokens, topk) that the layer's indexer chooses; slots of the buffer are turned
+        back."""
         from vllm.forward_context import set_forward_context
 
         count = step.num_actual_tokens

@@ -1,4 +1,4 @@
-"""What vLLM computes by CUDA and Triton for sparse attention, on CPU tensors: stand-ins.
+"""Stand-ins, on CPU tensors, for what vLLM computes by CUDA and Triton for sparse attention.
 
 ``replacements`` lists them with the names that they stand for: the kernel that turns positions into
 rows, the one that describes chunks of prompts, streams.  The two fused operators of the layer that

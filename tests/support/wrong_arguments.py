@@ -1272,7 +1272,7 @@ NO_LAUNCH |= wrong_ds_mla.NO_LAUNCH
 
 
 def call(function: str) -> Callable[..., Any]:
-    """What ``RIGHT[function]`` are the arguments of."""
+    """The callable that ``RIGHT[function]`` are the arguments of."""
     if function in METHODS:
         return METHODS[function]
     return getattr(flash_mla_fp8 if function in flash_mla_fp8.__all__ else snapmla, function)

@@ -38,7 +38,7 @@ ARRIVALS = {S_EMPTY: MATH, P_FULL: MATH, **{K_EMPTY + s: 2 for s in range(STAGES
 
 
 class Cta(NamedTuple):
-    """What the roles share: mbarriers, addresses in shared memory, tensor memory, tiles."""
+    """Values that the roles share: mbarriers, addresses in shared memory, tensor memory, tiles."""
 
     bars: Any
     q: Any
