@@ -123,6 +123,11 @@ def sparse_prefill(
         TypeError, ValueError: naming the argument; also where a gradient is wanted, or where
             something else than torch.compile records a call with ``indexer_topk``.
 
+    Example:
+        q, kv = torch.randn(2, 16, 576).bfloat16(), torch.randn(100, 1, 576).bfloat16()
+        indices = torch.randint(100, (2, 1, 64), dtype=torch.int32)
+        out, max_logits, lse = snapmla.sparse_prefill(q, kv, indices, 192**-0.5)
+
     Source: the contract is FlashMLA's ``flash_mla_sparse_fwd``; ``indexer_topk`` is its branch
     nv_dev's.
     """
