@@ -96,7 +96,7 @@ def _named(spec: VariantSpec, out: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
 def _small_selector(
     spec: VariantSpec, cache: PagedKVCache, table: Tensor, seqlens: Tensor, *, from_start: bool
 ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """(what a fetch is told, leading dimensions of its result)."""
+    """(arguments that select tokens, leading dimensions of a fetch's result)."""
     if spec.mode == "pages":
         return {"block_table": table, "cache_seqlens": seqlens}, (len(seqlens), 40)
     if spec.mode == "indices":
@@ -170,7 +170,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
 def _recorded_selector(
     spec: VariantSpec, bits: Bits, tokens: int, page_size: int
 ) -> tuple[dict[str, exact.Array], tuple[int, ...]]:
-    """(what a fetch is told, leading dimensions of its result)."""
+    """(arguments that select tokens, leading dimensions of a fetch's result)."""
     if spec.mode == "indices":
         index = bits.below(tokens, (90,)).astype(exact.WIDTH[spec.index_dtype])
         index[7], index[11], index[40] = -1, tokens, 2**31 - 1
