@@ -329,7 +329,7 @@ def new_results(q: Tensor) -> Results:
 def kernels(
     device: torch.device, d_qk: int, dtype: torch.dtype, keys: str
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
-    """(kernel that lists the work, kernel that attends) on a device; keys ``whole`` or ``split``."""
+    """(kernel of the list, kernel of attention) on a device; keys ``whole`` or ``split``."""
     arch = runtime.arch_of(device)
     spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=NAMES[dtype], keys=keys)
     if registry.module_name(spec) is None:
