@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import load, render
+from tests.docs.test_docs import anchors, headings, load, render
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -139,8 +139,18 @@ def test_render_writes_the_page() -> None:
 
 def test_contents_of_the_lab_book_are_whole() -> None:
     """Every heading is in the list at the top, once and in order."""
-    from tests.docs.test_docs import headings
-
     contents, _, rest = BOOK.partition("\n## ")
     listed = re.findall(r"^ *\* \[.+\]\(#([^)]+)\)$", contents, flags=re.M)
     assert listed == [anchor for _, anchor in headings("## " + rest)]
+
+
+def test_results_link_to_headings_that_exist() -> None:
+    """From ``profiles/results`` into ``docs``; the other way round is test_docs.py's."""
+    links = [
+        (path.name, page, anchor)
+        for path in sorted((ROOT / "profiles" / "results").rglob("*.md"))
+        for page, anchor in re.findall(r"\]\([./]+/docs/([\w.-]+\.md)#([^)]+)\)", path.read_text())
+    ]
+    assert ("README.md", "lab-book.md", "power") in links
+    found = {page: anchors(ROOT / "docs" / page) for _, page, _ in links}
+    assert not [link for link in links if link[2] not in found[link[1]]]
