@@ -214,7 +214,7 @@ def draw_roofline(data: Data) -> Any:
 
 def stamps_data() -> Data:
     """Events of the shapes by length, as recorded."""
-    report = table(STAMPS, f"run `python -m profiles.stamps --name {STAMPS}` (docs/performance.md)")
+    report = table(STAMPS, f"run `python -m profiles.stamps --name {STAMPS}` (docs/lab-book.md)")
     entries = []
     for e in report["stamps"]:
         shape = parse(e["shape"])

@@ -25,6 +25,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import speeds  # noqa: E402
 import support  # noqa: E402
 import torch  # noqa: E402
 from api_page import api_page  # noqa: E402
@@ -35,9 +36,8 @@ from snapmla import env, layouts  # noqa: E402
 
 API = ROOT / "docs" / "api.md"
 README = ROOT / "README.md"
-FILLED = (
-    README, *(ROOT / "docs" / f"{name}.md" for name in ("formats", "integration", "numerics"))
-)  # fmt: skip
+PAGES = ("formats", "integration", "numerics", "performance")
+FILLED = (README, *(ROOT / "docs" / f"{name}.md" for name in PAGES))
 RESULTS = ROOT / "profiles" / "results"
 SPEED = "h200-table"
 ALONE = ("power-alone", "power")  # rows each alone on the card, the first table that is there
@@ -304,6 +304,7 @@ def blocks() -> dict[str, str]:
         "support": support.matrix(),
         "formats": support.formats(),
         "accuracy": accuracy_block(),
+        **speeds.blocks(),
     }
 
 

@@ -34,7 +34,7 @@ indexer|120|index keys, their rows, top-k, logits, MHA's list|clusters and their
 decode|120|small calls of every decode kernel, sparse ones too, judged by the software GPU's references|tcgen05, tensor memory, register counts: one variant under `memcheck`
 memcheck|180|one decode kernel under compute-sanitizer|an address: its report names the instruction
 tests|240|all tests that want a GPU|junit in tests.xml, gpu-tests-CARD.md
-speed|180|a few shapes beside this card's own copy and GEMM rates|predictions: docs/performance.md
+speed|180|a few shapes beside this card's own copy and GEMM rates|predictions: docs/lab-book.md
 profile|120|counters of one decode kernel|ncu rights: docs/troubleshooting.md
 TABLE
 }

@@ -37,7 +37,7 @@ MODULES = {
 # Tokens of a KV tile: what a kernel walks, so what its plans are made of.
 TOKEN_TILES = {**dict.fromkeys(MODULES, TOKEN_TILE), ("sm_100a", "pair"): 2 * TOKEN_TILE}
 # In no default matrix: the paper's form, kept to be compared: slower everywhere
-# (docs/performance.md).
+# (docs/lab-book.md).
 ON_REQUEST = ("dual_wg",)
 # f16 is an accuracy setting, whose other pages are built when they are asked for
 DEFAULT_PAGES = {"etap": PAGE_SIZES, "f16": (64,), "ws": PAGE_SIZES, "pair": PAGE_SIZES}

@@ -14,7 +14,7 @@ from snapmla.dispatch.fp8_decode import FP8_DECODE
 TILE_CYCLES = 1152 + 1024
 # Microseconds of a tile on an H200: 32 x 16384 tokens with 16, 32 and 64 heads, beside FP8's fixed
 # times; of a pair 1.03 times that of 64 rows, as at 128 heads, where two row blocks side by side,
-# the second served by L2, beat the pair of CTAs that shares its tiles (docs/performance.md).
+# the second served by L2, beat the pair of CTAs that shares its tiles (docs/lab-book.md).
 TILE_US = {16: 2.24, 32: 2.26, 64: 2.51, 128: 2.585}
 STANDS_IN = "etap"  # whose row tiles ``split`` shares: up to 32 rows transposed, 64, 128 as pairs
 # Of SM100's pipelines nothing was measured.  Predicted: clocks of the busiest unit beside DRAM, the

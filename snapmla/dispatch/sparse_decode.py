@@ -37,7 +37,7 @@ FEW_BLOCKS, PARTS_OF_FEW = 4, 44
 # beside one of 32, where memory bounds both (``sparse_tiles-h100``).
 AGAIN = 0.06
 # By what share ``mix8`` takes less time than ``mix16`` with 64 rows: alone 1.155 to 1.195 times as
-# fast with 64 and 128 heads of 128 sequences on an H200, fewer 1.10 to 1.13 (docs/performance.md).
+# fast with 64 and 128 heads of 128 sequences on an H200, fewer 1.10 to 1.13 (docs/lab-book.md).
 FASTER = 0.13
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 

@@ -81,7 +81,7 @@ def sparse_prefill(
 
     Over an FP8 cache: sparse decode of each query token, unsplit too, by a ``plan`` of
     ``plan_sparse_prefill``.  1.2 times as fast as over BF16 rows with 64 or 128 heads, as fast with
-    16 (docs/performance.md), and no rows need be fetched.
+    16 (docs/lab-book.md), and no rows need be fetched.
 
     Entries that are no row (negative, or s_kv and more) and those behind ``topk_length`` count
     for nothing, and what lies there is never read.  A row that is named twice counts twice.

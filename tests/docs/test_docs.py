@@ -376,8 +376,8 @@ def test_a_long_entry_is_found() -> None:
 
 def test_tables_of_the_lab_book_have_a_legend() -> None:
     """In the paragraph before or behind each; shorthand is explained before it is used."""
-    page = (ROOT / "docs" / "performance.md").read_text()
-    head = page.split("\n## Where the time goes")[0]
+    page = (ROOT / "docs" / "lab-book.md").read_text()
+    head = page.split("\n### Where the time goes")[0]
     for word in ("lab book", "24 / 104 / 192", "*Chain A*", "(109.5 without it)", "*tile*"):
         assert word in head
     blocks = [block for block in re.split(r"\n\n+", page) if block.strip()]

@@ -1,7 +1,7 @@
 """Sparse FP8 MLA decode for SM100 behind TMA's gather: ``sparse_ws.py`` with another loader.
 
 Built when it is asked for (``loads="gather4"``), not by default: a clock has to say whether it is
-faster than ``cp.async``; by counts of shared memory's port both are level (docs/performance.md).
+faster than ``cp.async``; by counts of shared memory's port both are level (docs/lab-book.md).
 Results have the same bits.
 
 Roles           as ws's (fp8/ws.py), but for the first warpgroup:

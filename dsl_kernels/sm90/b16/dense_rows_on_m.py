@@ -16,7 +16,7 @@ and the flag of softmax warp w alone.
 Registers: softmax 160 (Q 96, S and P' 32), P.V 160 (O 128), producers 32: 512 of 512.  ptxas
 leaves 24 below a warpgroup's first accumulator and takes no 128 of them with fewer than 154, so
 that all of Q (144) does not fit; nor does m64n256, whose accumulators alone are what the launch
-grants a thread (docs/performance.md).
+grants a thread (docs/lab-book.md).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ addresses are computed once, arrivals are predicated, and the last block of an i
 nothing to issue, takes a branch of its own and leaves S undefined (``ScoreChains.forget``): else
 the old S would be carried around the loop, 64 registers more.  ptxas decides in the end where the
 WGMMAs go: codegen's audit refuses a build whose softmax has none of its steps between them, or a
-branch; docs/performance.md tells what orders were tried and what they cost.
+branch; docs/lab-book.md tells what orders were tried and what they cost.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ManyRowsSoftmax(SoftmaxRole):
     def __init__(self, parts: Parts):
         super().__init__(parts, ROWS_ON_M)
         # P'/sigma of a row's second half in one chain of sums instead of two: 2 % slower with one
-        # CTA, as much faster with two (docs/performance.md)
+        # CTA, as much faster with two (docs/lab-book.md)
         self.one_sum = parts.cluster > 1
         self.chains = ScoreChains()
 

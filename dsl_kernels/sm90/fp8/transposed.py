@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from ...spec import VariantSpec
 
 # Of the K ring, unless the spec says otherwise.  Few rows free a stage soon, and with four tiles in
-# flight DRAM gives less than with three (docs/performance.md).
+# flight DRAM gives less than with three (docs/lab-book.md).
 STAGES, FEW_STAGES = 4, 3
 
 
