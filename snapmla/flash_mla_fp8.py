@@ -91,9 +91,9 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Launch state of a checked call, kept for calls like it, and the pair's plan.
+    """The pair's plan and the launch state of a checked call, kept for calls like it.
 
-    The plan holds the memory that the launch uses.
+    The plan holds the tables and the workspace that launches use.
     """
 
     plan: DecodePlan

@@ -158,7 +158,7 @@ def kernel(spec: VariantSpec, device_type: str) -> Kernel:
 
 
 def _watched(spec: VariantSpec, loaded: Kernel) -> Kernel:
-    """Wraps a loaded kernel if ``SNAPMLA_LOG`` or ``SNAPMLA_DUMP`` is set; else returns it."""
+    """Returns a loaded kernel, wrapped if ``SNAPMLA_LOG`` is on or ``SNAPMLA_DUMP`` is set."""
     if not env.LOG.enabled() and not env.DUMP.get():
         return loaded
     from snapmla import watch

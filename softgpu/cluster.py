@@ -160,11 +160,12 @@ class Cluster:
         )
 
     def check_end(self) -> None:
-        """Raises an error if a cluster must not end in its present state.
+        """Checks that the cluster leaves nothing unfinished when it ends.
 
         Raises:
-            BarrierError: an mbarrier has bytes copied or expected (a hazard if the check is on); a
-                named barrier has arrivals that nobody waited for.
+            BarrierError: an mbarrier has more bytes copied than expected; a named barrier has
+                arrivals that nobody waited for; by rule ``armed-exit``, an mbarrier has fewer bytes
+                copied than expected: with the hazard check on that is a hazard instead.
             TensorMemoryError: columns of tensor memory were not given back.
         """
         for address, b in sorted(self.mbarriers.items()):

@@ -286,10 +286,10 @@ def _each_sequence(
     lengths: Any, work: cute.Tensor, places: cute.Tensor, causal: Int32, shift: Int32,
     write: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """Counts row tiles by keys seen, or writes them to the next places of their count.
+    """Counts each sequence's row tiles, or writes them to the next places of their count.
 
-    A sequence's row tiles stay together, the last one first: that one sees the most keys, and all
-    of them count as it does.
+    All of them go by the key tiles that the sequence's last row tile sees, which are the most.
+    They lie side by side in the list, the last one first.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP

@@ -21,7 +21,7 @@ NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no li
 
 
 class Lengths(NamedTuple):
-    """Lengths that ``plan_decode`` reads; a table of extent 0 is not given."""
+    """Lengths that ``plan_decode`` reads; extent 0: the call has no such table."""
 
     cache_seqlens: cute.Tensor  # i32 (b,)
     cu_seqlens_q: cute.Tensor  # i32 (b + 1,) of ragged queries, or (0,)

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     cut_us: float = 0.0
 
     def us(self, share: Share, least: float = 0.0) -> float:
-        """Predicted microseconds of a call whose busiest part has this share.
+        """Predicted microseconds of a call whose units are shared out as ``share`` says.
 
         Args:
             least: microseconds that tiles take at least.

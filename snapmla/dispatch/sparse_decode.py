@@ -148,9 +148,10 @@ class SparseProblem(Problem):
         return None if half is None else f"a row tile of {half} holds all heads"
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """(padded rows, us): the row tile that pads least wins, then the smaller time.
+        """Tie-break, the smallest wins: (rows of padding, us), so least padding, then least time.
 
-        If no time is known, (row blocks, row tile): fewer blocks win, then the smaller tile.
+        Only candidates whose predicted times tie come here (``judge``).  If no time is known, (row
+        blocks, row tile): fewer blocks win, then the smaller tile.
         """
         if us == float("inf"):
             return -(-self.num_heads // spec.row_tile), spec.row_tile

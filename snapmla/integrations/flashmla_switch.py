@@ -82,7 +82,7 @@ class Name:
         return self.passed_on(*given, **named)
 
     def passed_on(self, *given: Any, **named: Any) -> Any:
-        """Calls the engine's own function if ours does not serve a call; returns its result."""
+        """Passes a call that ours does not serve to the engine's function; returns its result."""
         return self.theirs(*given, **named)
 
     def _first(self, told: Told, caller: Any) -> None:

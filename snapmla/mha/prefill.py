@@ -179,7 +179,10 @@ def workspace_size(
 
 
 class Ready(NamedTuple):
-    """Arguments of a launch that follow from shapes and options."""
+    """Kernels, sizes and switches of a call's launches.
+
+    They follow from its tensors' shapes, strides, dtype and device, and from its options.
+    """
 
     list_work: runtime.Kernel
     attend: runtime.Kernel

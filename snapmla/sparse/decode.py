@@ -69,7 +69,7 @@ def sparse_decode(
     extra: Second | None = None,
     witness: Witness | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs ``decode(..., indices=)``; arguments, results and errors as there.
+    """Computes the results of ``decode(..., indices=)``; arguments and errors as there.
 
     ``extra``: a second list over a second cache, both of one format of ``two_lists.TAKEN``; a
     ``plan`` is then one of ``two_lists.as_one``.

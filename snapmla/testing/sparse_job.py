@@ -294,7 +294,7 @@ class SparseJob:
     # ---------------------------------------------------------------- truth
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DecodeErrors:
-        """Errors of ``run``'s (out, lse) against the reference, without rows of no sequence."""
+        """Errors of ``run``'s (out, lse) against the reference, query tokens of sequences only."""
         out, lse = result
         n, q = self.shape.covered, self.q
         nope, q_rope, q_scale = (x.flatten(0, 1)[:n] for x in (q.nope, q.rope, q.row_scale))

@@ -285,7 +285,10 @@ class _Step:
 
 # ---- watchers: what an instruction means ---------------------------------------------------------
 def _watcher(ins: Instr) -> Any:
-    """Function that watches an instruction's execution; None if it is only counted."""
+    """Function to call after each execution of an instruction; None if it is only counted.
+
+    One with ``sync`` that has no watcher gets ``_nothing``: then retried attempts do not count.
+    """
     for prefix, watch in _WATCHERS:
         if ins.opcode.startswith(prefix):
             return watch

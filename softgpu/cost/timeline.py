@@ -95,7 +95,10 @@ class Stretch(NamedTuple):
 
 
 def stretch(kernel: Kernel, path: tuple[int, ...]) -> Stretch:
-    """Stretch of instructions in the order of execution; earlier loads count as done."""
+    """``Stretch`` of the instructions ``path``, in the order of execution.
+
+    What was made before it, by loads too, is taken to be there when it begins.
+    """
     ready: dict[str, float] = {}
     special, depth = 0, 0.0
     files: Counter[str] = Counter()

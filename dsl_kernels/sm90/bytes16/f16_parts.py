@@ -73,8 +73,8 @@ class ByteQueryRows(QueryRows):
 
     @cute.jit
     def note_facts(self, st, work, gmem, call, batch, rows):
-        """Store each row's factor of the logits (log2 units) and the number of tokens that it sees
-        in shared memory.  The softmax warpgroup calls this, a thread a row."""
+        """Store in shared memory each row's factor of the logits (log2 units) and how many tokens
+        the row sees.  The softmax warpgroup calls this, a thread a row."""
         tidx, _, _ = cute.arch.thread_idx()
         row, size = tidx % WARPGROUP, const_expr(padded_size(self.rows))
         if row < self.rows:
