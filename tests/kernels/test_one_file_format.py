@@ -189,6 +189,7 @@ def assert_equal(found: object, wanted: object) -> None:
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
+@pytest.mark.whole_matrix
 def test_its_tokens_are_nopes(build: Callable[..., None]) -> None:
     """Appended, fetched, converted and attended to by lists of 16 heads."""
     build(*HELPERS, f"sparse_decode_mix16_r16_obf16_{KIND}")
