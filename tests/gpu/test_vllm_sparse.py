@@ -36,7 +36,7 @@ class Step:
         plans = backend.Plans(HEADS, TOPK, torch.device("cuda"), invariant)
         self.told = types.SimpleNamespace(
             rows=self.rows, counts=self.counts, block_table=None, block_size=64, plans=plans,
-            req_id_per_token=torch.zeros(tokens, device="cuda"),
+            req_id_per_token=torch.zeros(tokens, device="cuda"), chosen=None,
         )  # fmt: skip
         self.fill(0)
 
