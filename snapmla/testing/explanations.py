@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsl_kernels.formats import dims
+from dsl_kernels import spec
 from softgpu import mutate as mutation
 
 _EXPLANATION = re.compile(r"(?:(\d+) x )?([^@]+?)(?: @ (.+))?")
-KERNELS = Path(dims.__file__).parent
+KERNELS = Path(spec.__file__).parent
 
 
 class Place(NamedTuple):

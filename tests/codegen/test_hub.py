@@ -75,7 +75,11 @@ print("loaded as", name, tuple(cache.content.shape), Path(artifact.library).pare
         ("from snapmla import env, plan\n", 0, "from . import env, plan\n"),
         ("from snapmla.cache import (\n    A,\n)\n", 1, "from ..cache import (\n    A,\n)\n"),
         ("    from snapmla.a.b import c\n", 2, "    from ...a.b import c\n"),
-        ("from dsl_kernels.formats.dims import X\n", 0, "from .dsl_kernels.dims import X\n"),
+        (
+            "from dsl_kernels.formats.dims import X\n",
+            0,
+            "from .dsl_kernels.formats.dims import X\n",
+        ),
         ("from dsl_kernels import dims\n", 2, "from ...dsl_kernels import dims\n"),
         ("from snapmla_other import x\n", 0, "from snapmla_other import x\n"),
         ('NAMESPACE = "snapmla"\n', 0, 'NAMESPACE = "_id"\n'),

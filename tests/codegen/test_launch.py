@@ -273,7 +273,7 @@ compiler.set_target("sm_90a")
 toolchain.import_compiler()
 import cutlass
 from cutlass import cute
-from dsl_kernels import compat
+from dsl_kernels.blocks import compat
 
 @cute.kernel
 def first(x: cute.Tensor):

@@ -33,7 +33,7 @@ SCHEDULES = [
     Options(hazards="raise", asynchronous=how, seed=seed)
     for how, seed in (("random", 5), ("late", 3), ("early", 8))
 ]
-MIX8 = Path(dims.__file__).parent / "sm90" / "bytes16" / "mix8.py"
+MIX8 = Path(dims.__file__).parents[1] / "sm90" / "bytes16" / "mix8.py"
 LENGTHS = (1, 2, 64)
 REACHED = 0.5  # of its bound, by the worst LSE of queries that equal a token
 

@@ -81,13 +81,13 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert f"{R16}, 16 rows: a tile, from 2 and 4 tiles of one part" in out
     assert "H100 SXM at 1875 MHz" in out and "tensor cores" in out and "predicted" not in out
-    assert "softmax_few, warps 4-7" in out and "fp8_etap, warps 8-15" in out
+    assert "swap_ab, warps 4-7" in out and "transposed, warps 8-15" in out
     assert main(["trace", R16, str(tmp_path / "t.json"), "--tiles", "3", *words]) == 0
     data = json.loads((tmp_path / "t.json").read_text())
     check_trace(data)
     tracks = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"]
     assert [t.split(" (")[0] for t in tracks][-4:] == [
-        "softmax_few, warp 4", "fp8_etap, warp 8", "unit: tensor", "unit: copy"
+        "swap_ab, warp 4", "transposed, warp 8", "unit: tensor", "unit: copy"
     ]  # fmt: skip
     assert data["otherData"]["time"] == "modelled, not measured"
 
