@@ -14,7 +14,7 @@ import sys as _sys
 from snapmla import env as _env
 from snapmla import torch_ops as _torch_ops  # noqa: F401 (registers operators and pytrees)
 from snapmla._version import __version__
-from snapmla.attention import decode
+from snapmla.api import decode
 from snapmla.cache import PagedKVCache
 from snapmla.convert import convert_cache
 from snapmla.decode_plan import DecodePlan

@@ -11,7 +11,7 @@ from dsl_kernels.formats.registered import FORMATS
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.decode_plan import nothing
+from snapmla.launch import nothing
 from snapmla.quant import FLOAT_NAMES, INDEX_NAMES, named, variant_kernel
 
 MAX_FETCHED = 65535  # sequences of a block table with cache_seqlens: the kernel's grid.y

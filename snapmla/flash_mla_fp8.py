@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, fetch, overlap, quant, tracing
+from snapmla import api, attention, checks, fetch, overlap, quant, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DecodePlan
@@ -269,7 +269,7 @@ def _traced_decode(call: Call) -> Pair:
     causal = bool(checks.flag("causal", causal))
     try:
         q, cache, plan = _primary(call)
-        return attention.decode(
+        return api.decode(
             q, cache, call.block_table, call.cache_seqlens, softmax_scale=scale, plan=plan,
             causal=causal, out=call.out, lse=call.lse, lse_base=lse_base, empty_lse=empty_lse,
         )  # fmt: skip

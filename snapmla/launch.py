@@ -17,6 +17,7 @@ import torch
 from snapmla import overlap
 
 _Tensor = torch.Tensor  # looked up on every call
+SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # with torch's allocators
 
 
@@ -279,3 +280,17 @@ def as_argument(tensor: torch.Tensor) -> Any:
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
+
+
+@functools.lru_cache(maxsize=64)
+def nothing(device: torch.device) -> Any:
+    """An int32 table without entries, as kernels take it."""
+    return prepared(torch.empty(0, dtype=torch.int32, device=device))[0]
+
+
+@functools.lru_cache(maxsize=64)
+def sm_count(device: torch.device) -> int:
+    """SMs that a device has, or counts as."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return SOFTGPU_SMS

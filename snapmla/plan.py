@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,21 +15,13 @@ from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, tracing
 from snapmla.decode_plan import DecodePlan, new_workspace, unit_capacity
+from snapmla.launch import sm_count
 
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
 MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (combine/merge.py)
 ROW_FORMATS = (rows16.BF16.name, rows16.F16.name)  # ``format`` takes dtypes and these
 MAX_STRETCHES = 4  # of a part whose items must not be too long (``Format.longest_item``)
-SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
-
-
-@functools.lru_cache(maxsize=64)
-def sm_count(device: torch.device) -> int:
-    """SMs that a device has, or counts as."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return SOFTGPU_SMS
 
 
 def default_num_parts(device: torch.device, unit_rows: int, spec: VariantSpec) -> int:

@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
 def parts_of(device: torch.device, rows: int, num_kv_heads: int) -> int:
     """Records that FlashMLA makes: SMs / KV heads / row blocks, at least 1, whatever the batch."""
-    return max(plans.sm_count(device) // num_kv_heads // -(-rows // ROW_BLOCK), 1)
+    return max(launch.sm_count(device) // num_kv_heads // -(-rows // ROW_BLOCK), 1)
 
 
 def made(cache_seqlens: torch.Tensor, rows: int, num_kv_heads: int) -> Pair:

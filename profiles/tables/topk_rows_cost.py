@@ -25,8 +25,8 @@ from profiles import table, timing
 from profiles.table import Row, Run, Table
 from profiles.timing import TimingConfig
 from snapmla import runtime
-from snapmla.decode_plan import nothing
 from snapmla.dsa import select, shapes
+from snapmla.launch import nothing
 from snapmla.testing import topk_reference
 
 K = 2048

@@ -10,7 +10,7 @@
 ``snapmla.plan`` makes plans.
 """
 
-from snapmla.decode_plan.launching import PlanNumbers, launch_plan, nothing
+from snapmla.decode_plan.launching import PlanNumbers, launch_plan
 from snapmla.decode_plan.plan import STATIC, TENSORS, DecodePlan
 from snapmla.decode_plan.stale import STALE_SHOWN
 from snapmla.decode_plan.variant import DTYPES, FP8, NAMES, PlanVariant
@@ -28,7 +28,6 @@ __all__ = [
     "PlanVariant",
     "launch_plan",
     "new_workspace",
-    "nothing",
     "partial_rows",
     "unit_capacity",
 ]

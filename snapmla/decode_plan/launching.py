@@ -51,17 +51,11 @@ def launch_plan(
     device = cache_seqlens.device
     _plan_kernel(device)(
         cache_seqlens,
-        nothing(device) if cu_seqlens_q is None else cu_seqlens_q,
-        nothing(device) if row_seqlens is None else row_seqlens,
+        launch.nothing(device) if cu_seqlens_q is None else cu_seqlens_q,
+        launch.nothing(device) if row_seqlens is None else row_seqlens,
         *rest[:-1],
         int(rest[-1]),
     )
-
-
-@functools.lru_cache(maxsize=64)
-def nothing(device: torch.device) -> Any:
-    """An int32 table without entries, as kernels take it."""
-    return launch.prepared(torch.empty(0, dtype=torch.int32, device=device))[0]
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from snapmla import checks
-from snapmla.decode_plan.launching import nothing
+from snapmla.launch import nothing
 
 if TYPE_CHECKING:
     from snapmla.decode_plan.plan import DecodePlan

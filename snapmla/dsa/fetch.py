@@ -9,9 +9,9 @@ import torch
 from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE
 from snapmla import call as calls
 from snapmla import checks, overlap, runtime
-from snapmla.decode_plan import nothing
 from snapmla.dsa.index_logits import check_cache, pages
 from snapmla.fetch import Tokens, check_tokens, rows
+from snapmla.launch import nothing
 from snapmla.quant import FLOAT_NAMES, INDEX_NAMES, variant_kernel
 
 Stored = tuple[torch.Tensor, torch.Tensor]

@@ -12,8 +12,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, op, runtime
 from snapmla.checks.tensors import ALIGN
-from snapmla.decode_plan import nothing
-from snapmla.plan import sm_count
+from snapmla.launch import nothing, sm_count
 
 _FLOAT32 = (torch.float32,)
 MADE = f"torch.zeros(pages, {PAGE}, {PAGE_BYTES // PAGE}, dtype=torch.uint8): docs/formats.md"

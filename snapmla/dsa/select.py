@@ -10,8 +10,8 @@ import torch
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, op, runtime
-from snapmla.decode_plan import nothing
 from snapmla.dsa import shapes
+from snapmla.launch import nothing
 
 MAX_K = 2048
 MAX_PAGE_SIZE = 1 << 20

@@ -11,10 +11,10 @@ from dsl_kernels.formats.index_cache import PAGE
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, op, runtime
-from snapmla.decode_plan import nothing
 from snapmla.dsa import select, shapes
 from snapmla.dsa.index_logits import Call as Scoring
 from snapmla.dsa.index_logits import check_scoring, launch_logits
+from snapmla.launch import nothing
 
 _INT32 = (torch.int32,)
 ALIGN = 256  # bytes at which a row of logits, and each part of the workspace, begins

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK
-from snapmla import attention, checks, decode_plan, metadata_pair, overlap, records, tracing
+from snapmla import api, attention, checks, decode_plan, metadata_pair, overlap, records, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache
 from snapmla.flash_mla import sparse
@@ -375,7 +375,7 @@ def _traced(given: Given) -> Pair:
     q, _, table, lengths, _, out, lse, (scale, causal, base, empty), *_ = call = _dense(given)
     try:
         cache = checked_cache(call)
-        return attention.decode(
+        return api.decode(
             q, cache, table, lengths, softmax_scale=scale,
             plan=_traced_plan(call, cache) if q.shape[0] else None, causal=bool(causal), out=out,
             lse=lse, lse_base=base, empty_lse=empty,

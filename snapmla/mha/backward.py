@@ -27,8 +27,8 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime
 from snapmla.errors import VariantError
+from snapmla.launch import sm_count
 from snapmla.mha.checking import MAX_WORK, NAMES, Mha, check_memory, check_shapes
-from snapmla.plan import sm_count
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor, Tensor, Tensor | None, Tensor]

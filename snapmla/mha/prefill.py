@@ -15,6 +15,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime
 from snapmla.errors import VariantError
+from snapmla.launch import sm_count
 from snapmla.mha.checking import (
     DEFAULT_D_V,
     MAX_WORK,
@@ -27,7 +28,6 @@ from snapmla.mha.checking import (
     words_of,
 )
 from snapmla.mha.gradients import attend
-from snapmla.plan import sm_count
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]

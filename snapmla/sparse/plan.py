@@ -12,7 +12,8 @@ from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
-from snapmla.plan import PlanOptions, StepShape, make_plan, sm_count
+from snapmla.launch import sm_count
+from snapmla.plan import PlanOptions, StepShape, make_plan
 from snapmla.sparse.rows_plan import MAX_TOPK, SparseRowsPlan, plan_rows
 
 

@@ -12,7 +12,7 @@ from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import call as calls
 from snapmla import checks, launch, op, runtime, tracing
 from snapmla.cache import PagedKVCache
-from snapmla.plan import sm_count
+from snapmla.launch import sm_count
 from snapmla.quant import QuantizedQuery
 from snapmla.sparse.plan import SparsePlan
 from snapmla.sparse.prefill_fp8 import FP8Results, prefill_from_fp8

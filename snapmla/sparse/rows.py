@@ -20,7 +20,7 @@ from snapmla import checks, launch, overlap, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan.choices import choices
-from snapmla.plan import sm_count
+from snapmla.launch import sm_count
 from snapmla.quant import QuantizedQuery, named
 from snapmla.sparse import query as queries
 from snapmla.sparse.lists import check_indices, check_lengths, check_reach, read

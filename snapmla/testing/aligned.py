@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from snapmla.attention import decode
+from snapmla.api import decode
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import DecodePlan
 from snapmla.plan import plan_decode

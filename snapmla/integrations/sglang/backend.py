@@ -31,7 +31,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inne
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, plan_cache, quant, runtime
+from snapmla import api, plan_cache, quant, runtime
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations.sglang import refuse
 from snapmla.integrations.sglang.pool import SnapMLATokenToKVPool
@@ -223,7 +223,7 @@ class SnapMLABackend(AttentionBackend):
             parts = q.view(-1, heads, KV_LORA_RANK), q_rope.view(-1, heads, QK_ROPE_HEAD_DIM)
         if step.s_q is not None:
             parts = tuple(part.unflatten(0, (-1, step.s_q)) for part in parts)
-        out, _ = attention.decode(
+        out, _ = api.decode(
             quant.quantize_q(*parts), self.token_to_kv_pool.cache_of(layer.layer_id),
             step.block_table, step.lengths, softmax_scale=layer.scaling, plan=step.plan,
             cu_seqlens_q=step.cu_seqlens_q,

@@ -39,7 +39,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, cache, fetch, layouts, plan_cache, quant, runtime
+from snapmla import api, cache, fetch, layouts, plan_cache, quant, runtime
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import invariant, refuse
@@ -337,7 +337,7 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         step = attn_metadata.decode
         if step.s_q is not None:
             parts = tuple(part.unflatten(0, (-1, step.s_q)) for part in parts)
-        out, lse = attention.decode(
+        out, lse = api.decode(
             quant.quantize_q(*parts), self._cache(kv_c_and_k_pe_cache), step.block_table,
             step.seq_lens, softmax_scale=self.scale, plan=step.plan,
             cu_seqlens_q=step.cu_seqlens_q, row_seqlens=step.row_seqlens,
