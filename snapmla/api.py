@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from snapmla import attention, checks, tracing
-from snapmla import call as calls
-from snapmla.attention import Call
-from snapmla.cache import PagedKVCache
-from snapmla.checks.decode_call import expect_query_of, planned
-from snapmla.decode_plan import DecodePlan
-from snapmla.decode_plan.witness import Witness
-from snapmla.quant import QuantizedQuery
+from snapmla import checks
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.call import memo as calls
+from snapmla.call import tracing
+from snapmla.dense import DecodePlan
+from snapmla.dense import decode as attention
+from snapmla.dense.call_checks import expect_query_of, planned
+from snapmla.dense.decode import Call
+from snapmla.dense.witness import Witness
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.rows_plan import SparseRowsPlan
 

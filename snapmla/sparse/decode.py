@@ -9,15 +9,18 @@ import torch
 
 from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import call as calls
-from snapmla import checks, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
-from snapmla.decode_plan import TENSORS, PlanVariant
-from snapmla.decode_plan.choices import choices
-from snapmla.decode_plan.witness import Witness, check_witness, compared, no_offsets
-from snapmla.dispatch import pipeline_of
-from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla import checks
+from snapmla.cache.paged import PagedKVCache, expect_cache
+from snapmla.cache.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.call import memo as calls
+from snapmla.call import tracing
+from snapmla.checks import overlap
+from snapmla.dense import TENSORS, PlanVariant
+from snapmla.dense.call_checks import check_outputs, lse_shape, rows_of
+from snapmla.dense.choices import choices
+from snapmla.dense.witness import Witness, check_witness, compared, no_offsets
+from snapmla.rank import pipeline_of
+from snapmla.runtime import variants
 from snapmla.sparse import query as queries
 from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
@@ -96,7 +99,7 @@ def sparse_decode(
         witness,
     )  # fmt: skip
     if pipeline is not None and isinstance(cache, PagedKVCache):
-        own = pipeline_of(runtime.arch_of(cache.device), cache.format)
+        own = pipeline_of(variants.arch_of(cache.device), cache.format)
         checks.choice("pipeline", pipeline, (own,))
     return calls.run(_SPARSE, plan, call)
 

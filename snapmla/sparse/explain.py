@@ -20,9 +20,9 @@ import torch
 
 from dsl_kernels.formats.dims import TOKEN_TILE
 from snapmla import checks
-from snapmla.dispatch import calls as dispatch
-from snapmla.dispatch.cards import Card, card_named, find_card
 from snapmla.mha.backward import backward_workspace_size
+from snapmla.rank import calls as dispatch
+from snapmla.rank.cards import Card, card_named, find_card
 from snapmla.sparse.plan import MAX_TOPK
 from snapmla.sparse.prefill import MAX_HEADS, MAX_TOKENS
 from snapmla.sparse.rows_kernel import row_tile_of

@@ -17,8 +17,8 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.formats.record import Record
 from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import checks
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.quant import QuantizedQuery
+from snapmla.cache.paged import PagedKVCache, expect_cache
+from snapmla.cache.quant import QuantizedQuery
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import MAX_TOPK, SparsePlan, plan_sparse_decode
 from snapmla.sparse.rows_plan import MAKE_PLAN

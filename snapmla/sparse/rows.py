@@ -15,13 +15,16 @@ import torch
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import call as calls
-from snapmla import checks, launch, overlap, tracing
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
-from snapmla.decode_plan.choices import choices
-from snapmla.launch import sm_count
-from snapmla.quant import QuantizedQuery, named
+from snapmla import checks
+from snapmla.cache.paged import PagedKVCache, expect_cache
+from snapmla.cache.quant import QuantizedQuery, named
+from snapmla.call import memo as calls
+from snapmla.call import tracing
+from snapmla.checks import overlap
+from snapmla.dense.call_checks import check_outputs, lse_shape, rows_of
+from snapmla.dense.choices import choices
+from snapmla.runtime import launch
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse import query as queries
 from snapmla.sparse.lists import check_indices, check_lengths, check_reach, read
 from snapmla.sparse.query import QueryPair

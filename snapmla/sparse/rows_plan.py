@@ -17,9 +17,11 @@ import torch
 
 from dsl_kernels.formats import rows16
 from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
-from snapmla import call as calls
-from snapmla import checks, launch, tracing
-from snapmla.launch import sm_count
+from snapmla import checks
+from snapmla.call import memo as calls
+from snapmla.call import tracing
+from snapmla.runtime import launch
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse.rows_kernel import ROW_TILES, row_tile_of, split_row_tile_of
 
 MAKE_PLAN = "make one for this step's shapes with snapmla.plan_sparse_decode"

@@ -1,7 +1,7 @@
 """The smallest problem of each op by the variants that are installed: ``snapmla selfcheck``.
 
-An op is checked by the plainest of its variants (``snapmla.info.installed``), on the first of its
-small calls (``snapmla.testing.workloads``), on a GPU or the software GPU.  Nothing is compiled.
+An op is checked by the plainest of its variants (``snapmla.tools.info.installed``), on the first of
+its small calls (``snapmla.testing.workloads``), on a GPU or the software GPU.  Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import info, runtime
 from snapmla.errors import VariantError
+from snapmla.runtime import variants
 from snapmla.testing import on_card, selfcheck
 from snapmla.testing.workloads.call import Result
+from snapmla.tools import info
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ def check(spec: VariantSpec, device_type: str) -> Result:
     Raises:
         VariantError: it is not installed, or cannot be loaded.
     """
-    artifact = runtime.find(spec)
+    artifact = variants.find(spec)
     if artifact is None:
         raise VariantError(f"variant {spec.name} is not installed")
-    kernel = runtime.load(artifact, device_type)
+    kernel = variants.load(artifact, device_type)
     if device_type == "cuda":
         kernel = on_card.on_the_card(kernel)
-    names = runtime.argument_names(spec)
+    names = variants.argument_names(spec)
     return selfcheck.check_kernel(spec, kernel, names, most=1)
 
 

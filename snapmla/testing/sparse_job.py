@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.quant import QuantizedQuery
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.runtime import variants
 from snapmla.testing import rounding
 from snapmla.testing.comparison import DecodeErrors, errors_of, mimic_of
 from snapmla.testing.plan_tables import PlanTables
@@ -156,7 +156,7 @@ class SparseJob:
         spec: VariantSpec,
         shape: SparseShape,
         *,
-        planner: runtime.Kernel | None = None,
+        planner: variants.Kernel | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.spec, self.shape, self.planner, self.device = spec, shape, planner, device
@@ -262,7 +262,7 @@ class SparseJob:
             "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
 
-    def run(self, kernel: runtime.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:
+    def run(self, kernel: variants.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) of one call, on the CPU.
 
         ``changes``: other arguments than the job's; lists may be (tokens, topk), as the job's are.

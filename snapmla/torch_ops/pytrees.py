@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from snapmla import launch
+from snapmla.runtime import launch
 
 T = TypeVar("T")
 

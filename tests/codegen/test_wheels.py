@@ -19,7 +19,7 @@ import torch
 from codegen import link, matrix, toolchain, wheels
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
+from snapmla.runtime import env
 
 pytestmark = [
     pytest.mark.skipif(

@@ -472,7 +472,7 @@ def test_picture_follows_the_spec() -> None:
 
 
 def test_environment_table_is_whole() -> None:
-    from snapmla import env
+    from snapmla.runtime import env
 
     page = (ROOT / "docs" / "integration.md").read_text()
     for variable in env.TABLE:

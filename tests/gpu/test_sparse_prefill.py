@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
+from snapmla.compat.flash_mla.sparse_prefill import flash_mla_sparse_fwd
+from snapmla.runtime import variants
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.testing.prefill_job import PrefillJob, Results
@@ -33,7 +33,7 @@ WIDTHS = (576, 512)
 def spec_of(d_qk: int, heads: int) -> VariantSpec:
     """The variant, if there is one or it can be built here."""
     spec = VariantSpec(op="sparse_prefill", row_tile=row_tile_of(heads), d_qk=d_qk)
-    if runtime.jit_refusal() and runtime.find(spec) is None:
+    if variants.jit_refusal() and variants.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
     return spec
 
@@ -184,7 +184,7 @@ def test_flashmla_names() -> None:
 def test_recorded_cases(d_qk: int, heads: int, index: int) -> None:
     """A case of the software GPU's record runs, and gives the same bits twice."""
     spec = spec_of(d_qk, heads)
-    kernel = runtime.kernel(spec, DEVICE)
+    kernel = variants.kernel(spec, DEVICE)
 
     def run(_name: str, **given: Any) -> None:
         kernel(*given.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from snapmla import env
+from snapmla.runtime import env
 
 QUOTED = re.compile(r"""["']((?:SNAPMLA|SOFTGPU)_[A-Z_]+)["']""")
 SOFTGPU_OPTION = re.compile(r"""_environment\(["']([A-Z_]+)["']""")

@@ -1,4 +1,5 @@
-"""``snapmla.launch``: what is asked of the device, and how arguments become what TVM FFI takes."""
+"""``snapmla.runtime.launch``: what is asked of the device, and how arguments become what TVM FFI
+takes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 from codegen import artifacts, link
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec
-from snapmla import launch, metadata_pair
+from snapmla.compat import metadata_pair
+from snapmla.runtime import launch
 from tests.support.needs import needs_compiler
 from tests.support.old_torch import WITHOUT_API
 

@@ -17,8 +17,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils import _pytree as pytree
 
 import snapmla
-from snapmla import dsa, layouts
-from snapmla.dsa import shapes
+from snapmla import dsa
+from snapmla.cache import layouts
+from snapmla.indexer import shapes
 from snapmla.sparse import rows_plan
 from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
@@ -566,12 +567,12 @@ def prefill_calls(device: str) -> dict[str, tuple[Any, ...]]:
 
 
 def test_a_plan_that_an_older_version_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the class by ``snapmla.decode_plan``, and torch loads what it knows by that name."""
+    """It names the class by ``snapmla.dense``, and torch loads what it knows by that name."""
     plan, file = fresh_layer("cpu").plan, io.BytesIO()
     with monkeypatch.context() as older:
-        older.setattr(snapmla.DecodePlan, "__module__", "snapmla.decode_plan")
+        older.setattr(snapmla.DecodePlan, "__module__", "snapmla.dense")
         torch.save(plan, file)
-    assert b"snapmla.decode_plan\nDecodePlan\n" in file.getvalue()
+    assert b"snapmla.dense\nDecodePlan\n" in file.getvalue()
     file.seek(0)
     found = torch.load(file, weights_only=True)
     assert type(found) is snapmla.DecodePlan and torch.equal(found.work_items, plan.work_items)
@@ -628,7 +629,7 @@ RARELY = (
 def test_opcheck(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":  # a variant of fewer threads, which other tests compile too
         monkeypatch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
-        scoring = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+        scoring = importlib.import_module("snapmla.indexer.index_logits")  # a function has its name
         monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
     operator = getattr(torch.ops.snapmla, name).default
     torch.library.opcheck(operator, operator_call(name, device))

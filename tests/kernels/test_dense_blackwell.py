@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import flash_mla
+from snapmla.compat import flash_mla
 from snapmla.testing import dense_job
 from snapmla.testing.dense_job import SCALE, DenseJob
 from softgpu import Options, exact, mutate, using

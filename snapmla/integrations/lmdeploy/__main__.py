@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import typer
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
-from snapmla.flash_mla import name as naming
+from snapmla.compat.flash_mla import name as naming
 from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding
 from snapmla.integrations.lmdeploy import surface
+from snapmla.runtime import env
 
 app = typer.Typer(add_completion=False, help=__doc__)
 SERVED = "sm_90a"

@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, info
 from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding
 from snapmla.integrations.flashmla_switch import SERVED
 from snapmla.integrations.sglang import flashmla, refuse, surface
+from snapmla.runtime import env
+from snapmla.tools import info
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "sglang.srt.plugins"

@@ -16,7 +16,7 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.record import Record
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache
+from snapmla.cache import byte_cache
 from snapmla.testing import rounding
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.workloads import exact, rotary, samples

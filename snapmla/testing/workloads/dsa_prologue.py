@@ -14,8 +14,8 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa.append_index_k import SCALES
-from snapmla.dsa.prologue import Prologue, prologue
+from snapmla.indexer.append_index_k import SCALES
+from snapmla.indexer.dsa_prologue import Prologue, prologue
 from snapmla.testing import index_reference, rope
 from snapmla.testing.workloads import append_index_k, append_kv, exact, rotary, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
@@ -230,7 +230,7 @@ def sized(_spec: VariantSpec, sizes: Sizes) -> Layer:
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
-    """``snapmla.dsa.prologue``."""
+    """``snapmla.indexer.dsa_prologue``."""
     cache = samples.cache_of(given, spec.cache_dtype)
     tokens = (
         "c_kv", "k_rope", "slot_mapping", "index_cache", "index_k", "index_q", "index_weights",

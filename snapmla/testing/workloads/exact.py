@@ -25,7 +25,7 @@ from dsl_kernels.formats.index_cache import PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.formats.record import Record
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import layouts
+from snapmla.cache import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
 from snapmla.testing.workloads.draw import Draw
 

@@ -13,8 +13,8 @@ import snapmla
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import layouts
-from snapmla.cache import PagedKVCache
+from snapmla.cache import layouts
+from snapmla.cache.paged import PagedKVCache
 from snapmla.testing import fetched
 from snapmla.testing.workloads import exact, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit

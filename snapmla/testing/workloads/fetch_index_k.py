@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa.fetch import fetch_index_k
+from snapmla.indexer.fetch_index_k import fetch_index_k
 from snapmla.testing import index_tables
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit

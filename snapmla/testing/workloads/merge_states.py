@@ -13,7 +13,7 @@ from torch import Tensor
 import snapmla
 from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
-from snapmla.merge import MAX_LIST
+from snapmla.dense.merge import MAX_LIST
 from snapmla.testing import metrics, reference
 from snapmla.testing.comparison import MIMIC_FACTOR
 from snapmla.testing.workloads import exact

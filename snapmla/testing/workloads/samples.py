@@ -19,10 +19,10 @@ from dsl_kernels.formats.index_cache import PAGE_BYTES, SCALES_AT
 from dsl_kernels.formats.record import Record
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache
-from snapmla.cache import PagedKVCache
-from snapmla.decode_plan import partial_rows
-from snapmla.quant import QuantizedQuery
+from snapmla.cache import byte_cache
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.dense import partial_rows
 from snapmla.testing import partials, rounding
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
