@@ -16,7 +16,7 @@ from snapmla_cli.info import WARNING
 from snapmla_cli.printing import console
 
 if TYPE_CHECKING:
-    from snapmla.testing.installed import Outcome
+    from snapmla.tools.installed import Outcome
 
 WIDTH = 140  # of the table in a file
 
@@ -35,7 +35,7 @@ def selfcheck_command(
 
     from snapmla.errors import SnapMLAError
     from snapmla.runtime import variants
-    from snapmla.testing import installed
+    from snapmla.tools import installed
 
     started = time.perf_counter()
     where = "cuda" if torch.cuda.is_available() and not software else "cpu"

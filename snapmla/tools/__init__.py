@@ -1,1 +1,1 @@
-"""Reports on an installation: its state, a bundle's check, a dumped call run again."""
+"""Reports on an installation: its state, a check of each op, a dumped call run again."""

@@ -19,8 +19,7 @@ from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import rank
 from snapmla.runtime import env, variants
-from snapmla.testing import installed
-from snapmla.tools import info
+from snapmla.tools import info, installed
 from snapmla_cli import app, needs
 from tests.support import ROOT
 from tests.support.needs import needs_compiler
