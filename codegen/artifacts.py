@@ -168,7 +168,7 @@ class Record:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """SHA-256 of a record's contents.  ``snapmla.runtime``, which lacks codegen, has a copy."""
+    """SHA-256 of a record's contents.  ``snapmla.runtime`` has a copy: it imports no codegen."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
