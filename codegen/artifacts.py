@@ -168,8 +168,7 @@ class Record:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """SHA-256 of a record's contents.  ``snapmla.runtime.variants``, which lacks codegen, has a
-    copy."""
+    """SHA-256 of a record's contents.  ``snapmla.runtime.variants`` has a copy of this."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 

@@ -182,7 +182,7 @@ def copy_names(root: Path) -> None:
 
 
 def _copy(root: Path, source: str, patterns: tuple[str, ...]) -> None:
-    """Copies a package's files that match below ``root``, but for ``NOT_PACKED``."""
+    """Copies a package's files that match ``patterns`` to ``root``, but for ``NOT_PACKED``."""
     for pattern in patterns:
         for path in sorted((ROOT / source).glob(pattern)):
             if path.name not in NOT_PACKED:

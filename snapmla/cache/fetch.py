@@ -110,7 +110,7 @@ Fetch = tuple[PagedKVCache, Tokens, "torch.Tensor | Fetched | None", "torch.dtyp
 
 
 class Ready(NamedTuple):
-    """Arguments of a launch: the kernel, and extents of the result before its channels."""
+    """Kernel of a launch, and extents of the result before its channels."""
 
     kernel: variants.Kernel
     rows: tuple[Any, ...]

@@ -172,7 +172,7 @@ def memory_of(content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor) ->
 
 
 def views_of(memory: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tensor | None) -> Views:
-    """Takes memory that ``memory_of`` returned apart into views: (content, rope, scale).
+    """Views (content, rope, scale) of memory that ``memory_of`` returned.
 
     Raises:
         ValueError: ``memory`` has another shape.

@@ -424,7 +424,7 @@ def _new_planes(wanted: _Wanted) -> layouts.Views:
 
 
 def _one_derived(kv: torch.Tensor, planes: int = 1) -> _Derived:
-    """Derives the attributes of whole rows, or pages of ``planes``: one memory of one dtype."""
+    """Derives attributes of a cache in one tensor: whole rows, or pages of ``planes`` planes."""
     layout = "paged" if planes > 1 else "rows" if kv.is_contiguous() else "strided"
     return _Derived(kv, kv.shape[2], layout, (kv, None, None), True)
 

@@ -473,7 +473,7 @@ def _run_quantize(call: Quantize, ready: _Ready | None) -> tuple[QuantizedQuery,
 
 
 def _advice(name: str) -> str:
-    """Advice on a part of a query that does not fit; other formats' queries never do."""
+    """Advice on a query's part that does not fit; only format ``fp8`` has quantised queries."""
     return f"{checks.ADVICE[name]}; only caches of format 'fp8' want queries quantised"
 
 

@@ -133,7 +133,7 @@ def _parts_of(
     on every call, where a loop over names takes twice the time.
 
     Args:
-        given: tensors of whose addresses a call without any of them need not be asked.
+        given: optional tensors; if a call has none of them, ``parts`` reads no addresses.
     """
     some = f"[t for t in ({', '.join(tensors)},) if t is not None]"
     key = [f"{n}.__class__, {n}, " for n in options]
@@ -188,8 +188,8 @@ class Declared:
             launch: as of ``call.Op``.
             memory: further checks, of tensors with memory.
             moved: those of them that a call at new addresses may fail; None: all.
-            make: (checked call) -> results of a call that is recorded and gives none; None: of
-                the shapes and dtypes of ``told``.
+            make: (checked call) -> new results, for those that a recorded call does not pass;
+                None: of the shapes and dtypes of ``told``.
             scratch: those of ``written`` that are no results.
             unrecorded: fields that operators lack, whose calls have the default.
             wire: arguments that operators take in another form.

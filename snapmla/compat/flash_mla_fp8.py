@@ -471,9 +471,9 @@ class Append(NamedTuple):
 
 
 def _append_parts(call: Append) -> calls.Parts | None:
-    """Tensors and addresses by which an append to a flat pool is known, as engines pass it.
+    """Tensors and addresses by which an append is known; None if its pool is not flat.
 
-    None if a pool's tensor has not three dimensions.
+    A flat pool, as engines pass it, has tensors of three dimensions.
     """
     if call.lora.ndim != 3 or call.rope.ndim != 3 or call.scale.ndim != 3:
         return None

@@ -151,7 +151,7 @@ class PairPlan(dense.DecodePlan):
         self._check_covered(cache_seqlens.tolist())
 
     def _check_covered(self, lengths: list[int]) -> None:
-        """Raises ValueError if the tables, not being of one pair, leave a sequence uncovered.
+        """Raises ValueError if the tables do not cover a sequence: then they are not of one pair.
 
         Args:
             lengths: of the sequences, as they were planned.

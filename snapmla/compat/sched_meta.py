@@ -34,7 +34,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """Shape of a decode over records, but for their number; fields as in ``DecodePlan``."""
+    """Shape of a decode over records, without the records' number; fields as in ``DecodePlan``."""
 
     batch: int
     num_heads: int

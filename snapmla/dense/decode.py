@@ -71,7 +71,7 @@ class Prepared:
 
 
 class Unprepared(NamedTuple):
-    """A plan that needs more than one launch: only a number for its address is cached."""
+    """A plan for which ``Prepared.of`` returns None; only a number for its address is cached."""
 
     place: int
 

@@ -59,7 +59,7 @@ def lengths(
     cu_seqlens_q: Tensor | None,
     row_seqlens: Tensor | None,
 ) -> Lengths:
-    """Converts the tables that ``plan.update_`` was given for the planning kernel.
+    """Converts ``plan.update_``'s tables to the form that the planning kernel takes.
 
     Each KV head becomes a sequence of its own, and ``row_seqlens`` becomes flat.
     """

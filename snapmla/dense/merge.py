@@ -229,7 +229,7 @@ def named(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], stacked: b
 
 
 def _factor(lse_base: str) -> float:
-    """Factor of the logarithm to base 2."""
+    """Factor that converts a logarithm to base 2 into one to base ``lse_base``."""
     checks.choice("lse_base", lse_base, LSE_FACTOR)
     return LSE_FACTOR[lse_base]
 

@@ -353,7 +353,7 @@ def _sparse_problem(
     cache_dtype: str | torch.dtype,
     size: Size,
 ) -> SparseProblem:
-    """A sparse decode from ``explain``'s arguments, which are checked."""
+    """Checks ``explain``'s arguments for a sparse decode; returns the call that they describe."""
     cache = sparse_cache_name(cache_dtype)
     op, out = SPARSE_OPS[cache], _out_name(cache, out_dtype)
     pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)

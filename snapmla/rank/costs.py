@@ -74,7 +74,7 @@ class Costs:
         self, spec: VariantSpec, size: Size, card: Card, *, shares: Iterable[Share],
         tensor_cycles: float, token_bytes: float, more_cycles: float = 0.0,
     ) -> float | None:  # fmt: skip
-        """Microseconds on a card of the same arch; None if the kernel was not measured.
+        """Microseconds on a card of the same arch; None if ``tiles`` lacks the kernel.
 
         Args:
             shares: how the work may be shared out; the one counts that takes least.

@@ -338,7 +338,7 @@ class Problem:
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
     def remarks(self, size: Size) -> list[str]:
-        """Lines on the source of times, if it is not the kernels; else on accuracy's price."""
+        """Lines on the source of times if kernels were not measured; else on accuracy's price."""
         costs, measured = self._costs()
         if costs is not None and costs.card.source == "datasheet":
             return [

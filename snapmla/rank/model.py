@@ -185,7 +185,10 @@ def check_model(model: Model) -> None:
 
 
 def _check_indexer(model: Model) -> None:
-    """Raises an error if the indexer's options exclude each other, or are set without it."""
+    """Raises ValueError if the indexer's options do not go together, or a value has no kernel.
+
+    The indexer needs ``sparse``.  Its options need the indexer.
+    """
     if model.indexed and not model.sparse:
         checks.value_error("indexer", "False without sparse", True)
     checks.choice("index_rope", model.index_rope, ROPE_STYLE.values)
@@ -200,7 +203,10 @@ def _check_indexer(model: Model) -> None:
 
 
 def _check_prompts(model: Model) -> None:
-    """Raises an error if prefill's options exclude each other, or have no kernel."""
+    """Raises ValueError if prefill's options do not go together, or a value has no kernel.
+
+    ``split_keys`` needs ``mha``.  ``sparse_prefill`` needs ``sparse``.
+    """
     if model.split_keys and not model.mha:
         checks.value_error("split_keys", "False without mha", True)
     if model.sparse_prefill and not model.sparse:

@@ -223,7 +223,10 @@ def kernel_wheels() -> tuple[Place, ...]:
 
 
 def _note(package: Path) -> dict[str, str]:
-    """Version, commit and digest of kernels' sources as a wheel's build noted them; "" if not."""
+    """Version, commit and digest of kernels' sources, as a wheel's build noted them.
+
+    A value that was not noted is "".
+    """
     try:
         found = json.loads((package / NOTE).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Helpers that launches share: checks where tensors lie, and arguments converted once.
+"""Helpers of launches: checks of where tensors lie, allocators, arguments converted once.
 
 The exported functions launch on their tensors' device, whichever is current, and on torch's current
 stream there; they put the caller's device back, or leave the thread without a context if it had

@@ -140,8 +140,12 @@ def _tensors_of(extra: Second | None) -> tuple[torch.Tensor | None, ...]:
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Spans of what is written and read; None if query or cache do not fit the plan, or if the
-    memory of one of the three has moved."""
+    """Spans in groups: those of each result, then those of all that the kernel reads.
+
+    None if something has no plain memory, if the query or a cache does not fit the plan, or if the
+    memory of the plan, a cache or a quantised query has moved.  Raises ValueError if the gather's
+    32 bits do not reach a cache's tokens.
+    """
     q, cache, indices, topk_length, attn_sink, plan, out, lse, *_, extra, witness = call
     if not tracing.plain(q, cache, plan, *(extra or ())[:1]):
         return None
@@ -229,7 +233,7 @@ def _check_witness(
 
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
-    """Checks that the four are of kinds that go together."""
+    """Checks that query, cache, lists and plan are of kinds that go together."""
     if isinstance(cache, PagedKVCache) and FORMATS[cache.format].named:
         record = FORMATS[cache.format]
         if not record.sparse:

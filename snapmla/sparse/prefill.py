@@ -172,7 +172,7 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Arguments of a launch that follow from shapes and options."""
+    """Kernel, arguments and a switch of a launch; shapes, strides and options decide them."""
 
     kernel: variants.Kernel
     ctas: int

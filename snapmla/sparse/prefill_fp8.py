@@ -87,7 +87,7 @@ def prefill_from_fp8(
     lse: Tensor | None,
     plan: SparsePlan | None,
 ) -> FP8Results:
-    """Runs ``sparse_prefill`` over an FP8 cache; arguments and errors as there."""
+    """Computes ``sparse_prefill``'s results over an FP8 cache; arguments and errors as there."""
     expect_cache(cache)
     record = FORMATS[cache.format]
     if not record.one_scale:

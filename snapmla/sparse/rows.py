@@ -78,8 +78,11 @@ def _parts(call: Call) -> calls.Parts:
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Spans of what is written and read; None if the cache does not fit the plan, or if the memory
-    of either has moved."""
+    """Spans in groups: those of each result, then those of all that the kernels read.
+
+    None if something has no plain memory, if the cache is not one of rows on the plan's device, or
+    if the memory of the cache or the plan has moved.  Raises ValueError as ``check_pages``.
+    """
     q, cache, plan = call.q, call.cache, call.plan
     if not (
         tracing.plain(q, cache, plan)

@@ -81,7 +81,10 @@ class SparseRowsPlan(launch.OverTensors):
             self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Checks that tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
+        """Raises an error if a table's shape does not fit the plan's numbers.
+
+        ``dataclasses.replace`` can mix tables and numbers of two plans.
+        """
         tokens, heads = self.batch * self.s_q, self.num_heads
         each = 0 if self.s_q == 1 else tokens
         slots = tokens * self.pieces if self.pieces > 1 else 0

@@ -54,7 +54,9 @@ def blocks_of(spec: VariantSpec, mimic: rounding.QuantConfig) -> rounding.QuantC
 
 @dataclass(frozen=True)
 class QkErrors:
-    """Errors of a decode that Q.K's sums alone cause: the tensor core's accumulator cuts bits off.
+    """Errors of a decode that Q.K's sums alone cause, and the error that would remain.
+
+    The sums err as the tensor core's accumulator cuts bits off.
 
     Attributes:
         error: relative L2 to fp64 of attention by the tensor core's logits, all else exact.

@@ -266,8 +266,8 @@ class PrefillJob:
     def first_lse(self, i: int) -> tuple[Tensor, Tensor]:
         """(LSE (h,), magnitudes (h,)) of query token ``i`` over the indexer's choice, in fp64.
 
-        The choice is the first ``indexer_topk`` entries.  Magnitudes: sum of |q k| * scale behind
-        the largest logit.
+        The choice is the first ``indexer_topk`` entries.  Magnitudes: sum over channels of
+        |q k| * scale, for the row with the largest logit.
         """
         assert self.indexer_topk is not None
         count = torch.tensor([min(self.counts[i], self.indexer_topk)], dtype=torch.int32)
@@ -280,7 +280,7 @@ class PrefillJob:
     def reference(self, i: int, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out (h, 512), max_logits (h,), lse (h,), magnitudes (h,)) of query token ``i``, in fp64.
 
-        Magnitudes: sum of |q k| * scale behind the largest logit.
+        Magnitudes: sum over channels of |q k| * scale, for the row with the largest logit.
 
         Args:
             rounded: True rounds P as the kernel does.

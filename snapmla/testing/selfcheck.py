@@ -154,7 +154,7 @@ class Workload:
     """Small calls of a variant that take every path, for the hazard check and the mutation study.
 
     A decode is a dependent launch right behind the planning kernel.  Sequences have 0, 1 and many
-    tokens, and the ring of stages wraps several times; the launch behind it combines the splits.
+    tokens, and the ring of stages wraps several times.  The launch behind decode combines splits.
     """
 
     LENGTHS = (70, 0, 450, 64, 1)

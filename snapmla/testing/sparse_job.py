@@ -225,9 +225,9 @@ class SparseJob:
     def _idle(self, i: int, count: int) -> None:
         """Replaces some of query token ``i``'s first ``count`` entries by indices of no token.
 
-        Each entry is replaced with probability 1/7.  All are if ``i`` % 4 is 1.  Entries 64 to
-        127, a tile, are if ``i`` % 4 is 2 and ``count`` exceeds 192.  The index is -1, INT_MAX,
-        the slot just past the pool, or -2^31.
+        An entry is replaced with probability 1/7.  If ``i`` % 4 is 1, all are replaced.  If it is
+        2, and ``count`` exceeds 192, the tile of entries 64 to 127 is replaced, too.  An index of
+        no token is -1, INT_MAX, the slot just past the pool, or -2^31.
         """
         pool = self.planes[0].shape[0] * self.planes[0].shape[1]
         none = torch.tensor([-1, INT_MAX, pool, -(2**31)], dtype=torch.int32)

@@ -94,8 +94,10 @@ def _decode_out(
 
 
 def check_query(q_nope: Tensor, q_rope: Tensor) -> None:
-    """Checks a query's bytes and RoPE as ``QuantizedQuery`` does if nobody traces: of rows with
-    gaps kernels would read others' channels."""
+    """Checks a query's bytes and RoPE, as ``QuantizedQuery`` does outside of tracers.
+
+    If rows had gaps between them, kernels would read wrong channels without an error.
+    """
     rows, device = tuple(q_nope.shape[:3]), q_nope.device
     checks.query_rows(rows)
     parts = ((q_nope, torch.uint8, KV_LORA_RANK), (q_rope, torch.bfloat16, QK_ROPE_HEAD_DIM))

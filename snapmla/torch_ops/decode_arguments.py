@@ -48,10 +48,10 @@ def check_tables_of(
     cache_dtype: str = FP8,
     rows: int = 0,
 ) -> None:
-    """Checks that a plan is for so many sequences, and has room for a row tile of partial results.
+    """Checks that a plan is for ``b`` sequences, and has room for a row tile of partial results.
 
-    Without ``units`` every sequence is one, and an item.  There is one part at least; what else the
-    tables hold is the kernels' to survive.
+    Without ``units`` every sequence is one unit.  There are ``b`` items and one part at least; what
+    else the tables hold is the kernels' to survive.
 
     Args:
         rows: of a unit, where they need not be whole row tiles.

@@ -257,8 +257,8 @@ def flash_mla_with_kvcache(
 def _parts(call: Given) -> calls.Parts | None:
     """Tensors, options and addresses by which a call is known; None if it cannot be.
 
-    With an object, the stream is one of the options.  With records, stream and thread are, as a
-    reader belongs to both.
+    If the metadata are a ``FlashMLASchedMeta``, the stream is one of the options.  If they are a
+    table of records, the stream and the thread are, as a reader belongs to both.
     """
     q, k_cache, table, lengths, metadata, out, lse, options, head_dim_v, num_splits, _ = call
     by: object

@@ -1,4 +1,4 @@
-"""Arguments of FlashMLA's names that are refused, because they are not built."""
+"""Arguments of FlashMLA's functions that are refused, because they are not built."""
 
 from __future__ import annotations
 

@@ -36,7 +36,10 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """Findings on the used parts of LMDeploy, against its release's or the newest record."""
+    """Findings on the parts of LMDeploy that are used, compared with a record of them.
+
+    It is the record of the installed release if there is one, else the newest.
+    """
     records = surface.recorded()
     known = records.get(importlib.metadata.version("lmdeploy")) or records[max(records)]
     said = surface.differences(surface.read(), known)

@@ -40,7 +40,10 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """Findings on the used parts of SGLang, against its release's or the newest record."""
+    """Findings on the parts of SGLang that the plugin uses, compared with a record of them.
+
+    It is the record of the installed release if there is one, else the newest.
+    """
     records = surface.recorded()
     known = records.get(importlib.metadata.version("sglang")) or records[max(records)]
     said = surface.differences(surface.read(), known)

@@ -42,7 +42,10 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """Findings on the used parts of vLLM, against its release's or the newest record."""
+    """Findings on the parts of vLLM that the backend uses, compared with a record of them.
+
+    It is the record of the installed release if there is one, else the newest.
+    """
     try:
         found = surface.read()
     except Exception as error:  # an import of vLLM may fail in any way

@@ -119,7 +119,7 @@ class Workload(NamedTuple):
         job: (spec, lengths, planner) -> a call of a decode behind the planning kernel.
         tiles: (spec, call of ``small``) -> its tiles of work: without any, a check proves nothing.
         steady: (spec, tiles) -> extents of a call in which one CTA takes that many tiles.  For ops
-            other than decode that have a steady state, so that their costs are given a tile.
+            other than decode that have a steady state, so that their costs are told per tile.
         behind: (spec) -> calls that the mutation study adds to those of ``small``, for ops that are
             no helpers: each writes or reads what the grid in front of it has written.
     """

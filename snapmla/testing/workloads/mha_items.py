@@ -81,8 +81,8 @@ def wrong(
 ) -> str:
     """A sentence that says what is wrong with a work list; empty if nothing is.
 
-    A sequence's row tiles must be adjacent, the last one first.  The sequence whose last row tile
-    sees the most keys must come first.
+    A sequence's row tiles must be adjacent, the last one first.  Sequences must descend by the key
+    tiles that their last row tile sees, as the kernel's bins count them.
 
     Args:
         work: words of the workspace.
