@@ -262,7 +262,7 @@ class Scoring:
         return cutlass.min(cutlass.max(page, Int32(0)), given.cache.shape[0] - 1)
 
     def _ids(self, given, i, tile):
-        """Block-table entry of sequence ``i`` for ``tile``, or its last one if it has fewer."""
+        """Block-table entry of sequence ``i`` for ``tile``; the last if the row is shorter."""
         return given.block_table[i, compat.at_most(tile, given.block_table.shape[1] - 1)]
 
     def _words(self, st, slot):
