@@ -64,8 +64,8 @@ class Parts(Protocol):
         """The cache as the loader's warps read it."""
 
     def on_full(self, st: Any) -> Any:
-        """Function that a warp of the loader calls for every full stage (``Loader.run``); None
-        without."""
+        """Function that a warp of the loader calls for every full stage (``Loader.run``); None if
+        nothing is to be done."""
 
 
 class Pipeline(Protocol):
