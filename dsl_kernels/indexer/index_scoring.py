@@ -37,7 +37,7 @@ SMALL_BYTES = 4096  # barriers, words, alignment: an upper bound
 
 
 class Given(NamedTuple):
-    """Arguments that are read or written without tensor maps; of ``cache`` these are the scales."""
+    """Arguments that are read or written without tensor maps: of ``cache`` only the scales."""
 
     w: cute.Tensor  # f32 (rows, heads)
     cache: cute.Tensor  # u8 (pages, bytes)
