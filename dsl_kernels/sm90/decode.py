@@ -89,7 +89,7 @@ class Pipeline(Protocol):
         that publishes them."""
 
     def math_roles(self, cta: Cta, wg: Any) -> None:
-        """Run warpgroups 1 and on, with their registers; ``wg`` counts from 0."""
+        """Run the calling math warpgroup's role with its registers; ``wg``: its number, less 1."""
 
 
 class Decode:
