@@ -58,7 +58,7 @@ def covers(
     """(True if the tables as a whole are sound, True if they also cover sequence ``unit``).
 
     Args:
-        slots: that there are.
+        slots: number of slots of ``o_accum``.
         counts: i32 (COUNTS, warps) in shared memory.
         threads: of the CTA; all come here.
     """
