@@ -1,15 +1,15 @@
-"""records_to_plan: a plan's tables from FlashMLA's scheduling records, whatever they hold.
+"""records_to_plan: a plan's tables from FlashMLA's scheduler metadata, whatever it holds.
 
-A record's beginning (request, 64-token block) is a *cut*: a position on the line of all requests'
-tiles under the current lengths, on which an empty request has one place too.  Part i takes what
-lies between cut i and cut i + 1; the first cut is 0, the last the end, and a cut that lies before
-its predecessor is moved there.  Ends, slots and flags of records are not read: slots are numbered
-anew.  So stale, sliced, hand-made or random records give other balance and the same results: every
+The beginning of a row of it (request, 64-token block) is a *cut*: a position on the line of all
+requests' tiles under the current lengths, on which an empty request has one place too.  Part i
+takes what lies between cut i and cut i + 1; the first cut is 0, the last the end, and a cut that
+lies before its predecessor is moved there.  Ends, splits and flags are not read: slots are numbered
+anew.  So stale, sliced, hand-made or random metadata give other balance and the same results: every
 tile of the current lengths is in exactly one item, there are at most requests + parts - 1 items and
-2 * (parts - 1) slots, and records that FlashMLA made for these lengths give its own cuts.
+2 * (parts - 1) slots, and those that FlashMLA made for these lengths give its own cuts.
 
 With several KV heads every request is one for each of them, sequence request * heads + head, and
-so is every part: part * heads + head has what its record says of that head.
+so is every part: part * heads + head has what its row says of that head.
 
 Roles        one CTA, a thread a request, a cut, a part, an item, in turn.
 Memory       dynamic shared, 16 KiB: for each cut its position, its request, slots and items before
@@ -21,7 +21,7 @@ Timeline     wait for the previous grid
              | parts: requests met, prefix sum             -> part_begin
              | requests: slots before them, by binary search in the cuts -> split_begin
              | items: part by binary search                -> work_items
-Bytes moved  8 a record, 4 a request read; 32 an item, 4 a part, 12 a request written.
+Bytes moved  8 a row of metadata, 4 a request read; 32 an item, 4 a part, 12 a request written.
 
 The rule in Python is ``snapmla.testing.reference_plan.records_reference``, whose output this kernel
 equals entry for entry.
@@ -39,7 +39,7 @@ from cutlass import Int32, Uint32, cute
 from ..blocks import compat
 from ..blocks.prefix_sum import SUMS, THREADS, scan, scan_max
 from ..formats.dims import ITEM_WORDS
-from ..formats.sched_meta import MOST_PARTS, RECORD_WORDS
+from ..formats.sched_meta import META_WORDS, MOST_PARTS
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -48,9 +48,9 @@ NOTHING_HIDDEN = 2**31 - 1  # first hidden token of an item whose rows have no l
 
 
 class Given(NamedTuple):
-    """Inputs: FlashMLA's scheduling records and the current lengths."""
+    """Inputs: FlashMLA's scheduler metadata and the current lengths."""
 
-    records: cute.Tensor  # i32 (parts, RECORD_WORDS), rows strided
+    sched_meta: cute.Tensor  # i32 (parts, META_WORDS), rows strided
     cache_seqlens: cute.Tensor  # i32 (b,)
 
 
@@ -85,7 +85,7 @@ class Smem(NamedTuple):
 
 @cute.jit
 def records_to_plan(
-    records: cute.Tensor,  # i32 (parts, RECORD_WORDS)
+    records: cute.Tensor,  # i32 (parts, META_WORDS)
     cache_seqlens: cute.Tensor,  # i32 (b,)
     tile_begin: cute.Tensor,  # i32 (b + 1,)
     work_items: cute.Tensor,  # i32 (n_items, ITEM_WORDS)
@@ -114,7 +114,7 @@ def _convert(given: Given, tables: Tables, rule: Rule) -> None:
     sm = _allocate()
     compat.pdl_wait()
     compat.pdl_launch_dependents()
-    parts = cutlass.min(Int32(given.records.shape[0]), MOST_PARTS)
+    parts = cutlass.min(Int32(given.sched_meta.shape[0]), MOST_PARTS)
     end = _place_requests(sm, given, tables, rule)
     _place_cuts(sm, given, tables, parts, end)
     _open_slots(sm, given, tables, parts)
@@ -162,7 +162,7 @@ def _place_cuts(sm: Smem, given: Given, tables: Tables, parts: Int32, end: Int32
         if i >= parts:
             cut = end
         elif i > 0:
-            request, block = given.records[i, 0], given.records[i, 1]
+            request, block = given.sched_meta[i, 0], given.sched_meta[i, 1]
             if request >= b:
                 cut = end
             elif request >= 0:
@@ -302,7 +302,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
     b = compat.sym(name="b")
-    records = (compat.sym(name="parts"), RECORD_WORDS)
+    records = (compat.sym(name="parts"), META_WORDS)
     fakes = {
         "records": compat.strided(i32, records, (compat.sym64(1), 1), 4),
         "cache_seqlens": compat.vector(i32, b),
