@@ -66,10 +66,10 @@ def _write(
         words = (Int32(b), Int32(0), Int32(b), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
         if first < end:
             request, last = work_items[first, 0], work_items[end - 1, 0]
-            slot, first_split, last_split = work_items[first, 3], Int32(0), Int32(0)
+            split, first_split, last_split = work_items[first, 3], Int32(0), Int32(0)
             piece = Int32(0)
-            if slot >= 0:
-                piece, first_split = slot - split_begin[request], Int32(1)
+            if split >= 0:
+                piece, first_split = split - split_begin[request], Int32(1)
             if work_items[end - 1, 3] >= 0:
                 last_split = Int32(1)
             words = (

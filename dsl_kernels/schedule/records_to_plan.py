@@ -3,23 +3,24 @@
 The beginning of a row of it (request, 64-token block) is a *cut*: a position on the line of all
 requests' tiles under the current lengths, on which an empty request has one place too.  Part i
 takes what lies between cut i and cut i + 1; the first cut is 0, the last the end, and a cut that
-lies before its predecessor is moved there.  Ends, splits and flags are not read: slots are numbered
-anew.  So stale, sliced, hand-made or random metadata give other balance and the same results: every
-tile of the current lengths is in exactly one item, there are at most requests + parts - 1 items and
-2 * (parts - 1) slots, and those that FlashMLA made for these lengths give its own cuts.
+lies before its predecessor is moved there.  Ends, splits and flags are not read, splits are
+numbered anew.  So stale, sliced, hand-made or random metadata give other balance and the same
+results: every tile of the current lengths is in exactly one item, there are at most requests +
+parts - 1 items and 2 * (parts - 1) splits, and those that FlashMLA made for these lengths give its
+own cuts.
 
 With several KV heads every request is one for each of them, sequence request * heads + head, and
 so is every part: part * heads + head has what its row says of that head.
 
 Roles        one CTA, a thread a request, a cut, a part, an item, in turn.
-Memory       dynamic shared, 16 KiB: for each cut its position, its request, slots and items before
+Memory       dynamic shared, 16 KiB: for each cut its position, its request, splits and items before
              it; sums of warps.  ``tile_begin`` is scratch in global memory: a position a request.
 Timeline     wait for the previous grid
              | requests: lengths to tiles, prefix sum      -> tile_begin
              | cuts: position, running maximum
-             | cuts: request by binary search; prefix sum of the slots that they open
+             | cuts: request by binary search; prefix sum of the splits that they open
              | parts: requests met, prefix sum             -> part_begin
-             | requests: slots before them, by binary search in the cuts -> split_begin
+             | requests: splits before them, by binary search in the cuts -> split_begin
              | items: part by binary search                -> work_items
 Bytes moved  8 a row of metadata, 4 a request read; 32 an item, 4 a part, 12 a request written.
 
@@ -78,7 +79,7 @@ class Smem(NamedTuple):
 
     cut: cute.Tensor  # its position
     request: cute.Tensor  # in which it lies; b at the end
-    slot: cute.Tensor  # slots, of one KV head, that it and those before it open
+    split: cute.Tensor  # splits, of one KV head, that it and those before it open
     item: cute.Tensor  # items, of one KV head, before its part
     sums: cute.Tensor  # ``prefix_sum.SUMS``
 
@@ -117,9 +118,9 @@ def _convert(given: Given, tables: Tables, rule: Rule) -> None:
     parts = cutlass.min(Int32(given.sched_meta.shape[0]), MOST_PARTS)
     end = _place_requests(sm, given, tables, rule)
     _place_cuts(sm, given, tables, parts, end)
-    _open_slots(sm, given, tables, parts)
+    _open_splits(sm, given, tables, parts)
     _deal(sm, tables, rule, parts)
-    _number_slots(sm, given, tables, rule, parts)
+    _number_splits(sm, given, tables, rule, parts)
     items = cutlass.min(sm.item[parts] * rule.by_heads.divisor, tables.work_items.shape[0])
     for i in cutlass.range(tidx, items, THREADS, unroll=1):
         _emit(sm, given, tables, rule, parts, i)
@@ -176,10 +177,10 @@ def _place_cuts(sm: Smem, given: Given, tables: Tables, parts: Int32, end: Int32
 
 
 @cute.jit
-def _open_slots(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
-    """Requests of the cuts, and the slots that they open.
+def _open_splits(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
+    """Requests of the cuts, and the splits that they open.
 
-    A cut inside a request begins a piece, which has a slot; the first such cut of a request gives
+    A cut inside a request begins a piece, which has a split; the first such cut of a request gives
     the piece before it one, too.  Cuts at the same place are one.
     """
     tidx, _, _ = cute.arch.thread_idx()
@@ -197,7 +198,7 @@ def _open_slots(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
         upto, _, all_opened, _ = scan(sm.sums, opened, Int32(0))
         if i <= parts:
             sm.request[i] = request
-            sm.slot[i] = total + upto
+            sm.split[i] = total + upto
         total += all_opened
     cute.arch.sync_threads()
 
@@ -205,7 +206,7 @@ def _open_slots(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
 @cute.jit
 def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
     """Items of the parts: the requests that lie between two cuts.  ``sm.item`` may be read behind
-    the next barrier, that of ``_number_slots``, which does not read it."""
+    the next barrier, that of ``_number_splits``, which does not read it."""
     tidx, _, _ = cute.arch.thread_idx()
     heads, total = rule.by_heads.divisor, Int32(0)
     for chunk in cutlass.range(0, parts, THREADS, unroll=1):
@@ -229,28 +230,28 @@ def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
 
 
 @cute.jit
-def _number_slots(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32) -> None:
+def _number_splits(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32) -> None:
     """Writes ``split_begin`` and ``planned_seqlens``."""
     tidx, _, _ = cute.arch.thread_idx()
     b, heads = given.cache_seqlens.shape[0], rule.by_heads.divisor
     for chunk in cutlass.range(0, b, THREADS, unroll=1):
         request = cutlass.min(chunk + tidx, b - 1)  # threads without one write the last one's, too
-        first = _slots_before(sm, parts, tables.tile_begin[request])
-        pieces = _slots_before(sm, parts, tables.tile_begin[request + 1]) - first
+        first = _splits_before(sm, parts, tables.tile_begin[request])
+        pieces = _splits_before(sm, parts, tables.tile_begin[request + 1]) - first
         tokens = given.cache_seqlens[request]
         if chunk + tidx < b:
             for head in cutlass.range(heads, unroll=1):
                 tables.split_begin[request * heads + head] = first * heads + head * pieces
                 tables.planned_seqlens[request * heads + head] = tokens
     if tidx == 0:
-        tables.split_begin[b * heads] = sm.slot[parts] * heads
+        tables.split_begin[b * heads] = sm.split[parts] * heads
     cute.arch.sync_threads()
 
 
 @cute.jit
-def _slots_before(sm: Smem, parts: Int32, position: Int32) -> Int32:
-    """Slots, of one KV head, of requests that end at a position or before."""
-    return sm.slot[_last_up_to(sm.cut, parts + 1, position)]
+def _splits_before(sm: Smem, parts: Int32, position: Int32) -> Int32:
+    """Splits, of one KV head, of requests that end at a position or before."""
+    return sm.split[_last_up_to(sm.cut, parts + 1, position)]
 
 
 @cute.jit
@@ -282,17 +283,17 @@ def _emit(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32, i: I
     request = sm.request[part] + rest
     begin, end = tables.tile_begin[request], tables.tile_begin[request + 1]
     first, last = cutlass.max(sm.cut[part], begin), cutlass.min(sm.cut[part + 1], end)
-    sequence, slot = request * heads + head, Int32(-1)
+    sequence, split = request * heads + head, Int32(-1)
     if (first > begin) | (last < end):
-        slot = tables.split_begin[sequence]
-        if first > begin:  # the cut of this part opened the slot
+        split = tables.split_begin[sequence]
+        if first > begin:  # the cut of this part opened the split
             before, _ = divmod(tables.split_begin[request * heads], rule.by_heads)
-            slot += sm.slot[part] - 1 - before
+            split += sm.split[part] - 1 - before
     last_tile = last - begin
     if given.cache_seqlens[request] <= 0:
         last_tile = Int32(0)  # its place on the line is no tile
     target = tables.work_items.iterator + i * ITEM_WORDS
-    what = (sequence, first - begin, last_tile, slot)
+    what = (sequence, first - begin, last_tile, split)
     compat.store_words(target, [Uint32(x) for x in what])
     whose = (sequence * rule.rows, (sequence + 1) * rule.rows, Int32(NOTHING_HIDDEN), Int32(0))
     compat.store_words(target + 4, [Uint32(x) for x in whose])

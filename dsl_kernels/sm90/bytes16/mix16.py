@@ -270,8 +270,8 @@ class Mix16(ProductsOfV):
     def end_item(self, cta, acc_O, items, half, wwarp):
         """Rows of the ``items``-th item to memory, when their sums are there."""
         INV_RING.wait_full(cta.st, 0, items & 1)
-        slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
-        self.write_rows(cta.st, cta.gmem.results, acc_O, slot, rows, half, INV_RING)
+        split, rows = noted(cta.st, items, wwarp, self.rows_cta)
+        self.write_rows(cta.st, cta.gmem.results, acc_O, split, rows, half, INV_RING)
         self.parts.stamps.put(cta.gmem.results, Stamp.ROWS_WRITTEN + half)
 
     @cute.jit
