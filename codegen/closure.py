@@ -1,7 +1,7 @@
 """Source files that a kernel is made of, and their hash.
 
 They are the closure of its module, and of the record of the cache that it reads or writes
-(``VariantSpec.record``), which its module is given.  The closure follows imports *within*
+(``VariantSpec.format``), which its module is given.  The closure follows imports *within*
 ``dsl_kernels`` by reading the syntax tree, so it needs no compiler: editing one kernel file changes
 the keys of its own variants and of no others.
 """
@@ -97,7 +97,7 @@ def sources(spec: VariantSpec) -> tuple[str, list[str]]:
     module = registry.module_name(spec)
     if module is None:
         raise ValueError(f"spec: no kernel module builds {spec.name}")
-    modules = [module] if spec.record is None else [module, spec.record.module]
+    modules = [module] if spec.format is None else [module, spec.format.module]
     files = {_name_of(path): path for path in sorted({p for m in modules for p in closure(m)})}
     digest = hashlib.sha256()
     for name, path in files.items():

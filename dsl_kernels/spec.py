@@ -14,7 +14,7 @@ from typing import Any
 
 from .families import ARCHS, FAMILIES, FORMATS, Axis, Family
 from .families.family import CACHE_DTYPE, REQUIRED
-from .formats.record import Record
+from .formats.format import Format
 
 PREFIX = "snapmla_"
 
@@ -105,11 +105,10 @@ class VariantSpec:
         return getattr(self, self.family.result_axis)
 
     @property
-    def record(self) -> Record | None:
-        """Record of how the cache that the op reads or writes stores a token; None if the op has no
-        axis for that.
+    def format(self) -> Format | None:
+        """Format of the cache that the op reads or writes; None if the op has no axis for that.
 
-        The record's source counts as one of the kernel's: kernel modules take the record from here.
+        The format's source counts as one of the kernel's: kernel modules take the format from here.
         """
         return FORMATS.get(self._by_name.get(CACHE_DTYPE.name, ""))
 

@@ -1,7 +1,7 @@
 """%globaltimer at the events of ``Stamp``, in builds that ask for it; in others, nothing.
 
-Records lie at the beginning of the last slot of ``o_accum``, CTA (x, part) at x + part * CTAs of a
-part, so that the ABI is the ordinary one.  A caller gives the workspace a slot more than its plan
+Records lie at the beginning of the last split of ``o_accum``, CTA (x, part) at x + part * CTAs of a
+part, so that the ABI is the ordinary one.  A caller gives the workspace a split more than its plan
 uses.  Words are written by the first thread of the calling warpgroup.
 """
 
@@ -40,9 +40,9 @@ class Stamps:
             ctas, _, _ = cute.arch.grid_dim()
             if (tidx % WARPGROUP == 0) & when:
                 t = results.o_accum
-                slot = t.iterator + Int64(t.shape[0] - 1) * t.stride[0]
+                split = t.iterator + Int64(t.shape[0] - 1) * t.stride[0]
                 records = cute.make_tensor(
-                    cute.recast_ptr(slot, dtype=Int32),
+                    cute.recast_ptr(split, dtype=Int32),
                     cute.make_layout((WORDS, ctas * (part + 1)), stride=(1, WORDS)),
                 )
                 time = cute.arch.globaltimer_lo() if const_expr(value is None) else value

@@ -1,4 +1,4 @@
-"""Records that are bytes (``formats``) as append writes them; ``byte_records.py`` says how a
+"""Formats that are bytes (``formats``) as append writes them; ``byte_formats.py`` says how a
 token lies in a warp, and how fetch reads it.
 
 The rule, in fp32 with IEEE quotients (vLLM's, byte for byte; powers of two are rounded up to):
@@ -33,8 +33,8 @@ from cutlass import BFloat16, Float32, Int32, Uint32, cute
 from ..blocks import compat, quant
 from ..blocks.rounding import fma
 from ..formats.dims import E4M3_MAX
-from ..formats.record import Record
-from .byte_records import EXPONENT_AT, OfRecord, lanes_of_group, source_of, store_where
+from ..formats.format import Format
+from .byte_formats import EXPONENT_AT, OfFormat, lanes_of_group, source_of, store_where
 from .stored import Stores
 
 FRACTION = 0x7FFFFF  # bits of an fp32 number below its exponent
@@ -48,8 +48,8 @@ class _Writes(NamedTuple):
     power_of_two: Int32  # 1: fp32 scales are rounded up to powers of two; 0: they are not
 
 
-class Target(_Writes, OfRecord):
-    """A cache to write: see ``stored``.  ``target_of`` makes the class of a record."""
+class Target(_Writes, OfFormat):
+    """A cache to write: see ``stored``.  ``target_of`` makes the class of a format."""
 
     def quantised(
         self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, _slot: Any, lane: Any
@@ -109,12 +109,12 @@ class Target(_Writes, OfRecord):
 
 
 @functools.cache
-def target_of(record: Record) -> type[Target]:
+def target_of(format: Format) -> type[Target]:
     """The class of caches to write."""
-    return type("Target", (Target,), {"own": record})
+    return type("Target", (Target,), {"own": format})
 
 
-def _packed_powers(own: Record, scales: list[Any], lane: Any, dt: Any) -> list[Any]:
+def _packed_powers(own: Format, scales: list[Any], lane: Any, dt: Any) -> list[Any]:
     """The words of a token's scales in every lane, the bytes behind them 0."""
     lanes, words = lanes_of_group(own, dt), [Uint32(0)] * (own.scale_bytes // 4)
     each = quant.WARP // lanes  # groups of a chunk

@@ -43,10 +43,10 @@ from cutlass import Float32, Int32, Int64, cute
 from ..blocks import compat, quant
 from ..blocks import rope as rotary
 from ..formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import append_bytes, byte_records, stored
+from . import append_bytes, byte_formats, stored
 
 if TYPE_CHECKING:
-    from ..formats.record import Record
+    from ..formats.format import Format
     from ..spec import VariantSpec
 
 WARPS = 4
@@ -133,15 +133,15 @@ class Rotated:
 
 
 class IntoBytes:
-    """Host halves for a record of bytes.
+    """Host halves for a format of bytes.
 
     Attributes:
         target: class of its caches (``append_bytes.target_of``).
         neox: style of RoPE that is still to be applied.
     """
 
-    def __init__(self, record: Record, neox: bool) -> None:
-        self.target, self.neox = append_bytes.target_of(record), neox
+    def __init__(self, format: Format, neox: bool) -> None:
+        self.target, self.neox = append_bytes.target_of(format), neox
 
     @cute.jit
     def applied(
@@ -166,7 +166,7 @@ class IntoBytes:
         power_of_two: Int32,  # 0|1: fp32 scales are rounded up to powers of two
         stream: Any,
     ) -> None:
-        """The same of a record without a field for RoPE."""
+        """The same of a format without a field for RoPE."""
         cache = self.target(kv, power_of_two)
         _launch(cache, (c_kv, None), slot_mapping, None, None, False, stream)
 
@@ -248,7 +248,7 @@ def _quantised(cache: Any, *token: Any) -> stored.Stores:
 def _append_kv(
     cache: Any,  # stored.Fp8Cache, append_bytes.Target
     c_kv: cute.Tensor,
-    k_rope: Any,  # None of a record without
+    k_rope: Any,  # None of a format without
     slot_mapping: cute.Tensor,
     by_page: compat.FastDivisor,
     angles: Any,  # rope.Angles, None: RoPE is applied
@@ -269,7 +269,7 @@ def _append_kv(
 def append_token(
     cache: Any,  # stored.Fp8Cache, append_bytes.Target, stored.Rows16
     c_kv: cute.Tensor,
-    k_rope: Any,  # None of a record without
+    k_rope: Any,  # None of a format without
     slot_mapping: cute.Tensor,
     by_page: compat.FastDivisor,
     angles: Any,  # rope.Angles, None: RoPE is applied
@@ -342,38 +342,38 @@ def _append_rows(
 
 def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
-    record = spec.record
+    format = spec.format
     if spec.norm != "given" and spec.rope_style == "applied":
         return "the norm comes with a rotary embedding, of style interleaved or neox"
-    if record.rows and spec.rope_style != "applied":
+    if format.rows and spec.rope_style != "applied":
         return "what rotates or normalises tokens writes FP8 caches"
-    if record.rope is None and spec.rope_style != "applied":
-        return f"format {record.name} has no RoPE of its own: rotate tokens before"
-    if record.content.count != KV_LORA_RANK and spec.norm != "given":
-        return f"the norm is of {KV_LORA_RANK} channels, content of {record.name} of fewer"
+    if format.rope is None and spec.rope_style != "applied":
+        return f"format {format.name} has no RoPE of its own: rotate tokens before"
+    if format.content.count != KV_LORA_RANK and spec.norm != "given":
+        return f"the norm is of {KV_LORA_RANK} channels, content of {format.name} of fewer"
     return rotary.refusal(spec)
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
-    record, dt = spec.record, compat.dtype(spec.in_dtype)
+    format, dt = spec.format, compat.dtype(spec.in_dtype)
     n = compat.sym(name="n")
-    rows = compat.sym(name="n_times_h_kv") if record.rows else n
+    rows = compat.sym(name="n_times_h_kv") if format.rows else n
     fakes = {
-        **(byte_records.fakes(record) if record.named else stored.fakes(record)),
-        "c_kv": compat.rows(dt, (rows, record.content.count)),
+        **(byte_formats.fakes(format) if format.named else stored.fakes(format)),
+        "c_kv": compat.rows(dt, (rows, format.content.count)),
         "k_rope": compat.rows(dt, (rows, QK_ROPE_HEAD_DIM)),
         "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),
     }
-    if record.rope is None:
+    if format.rope is None:
         del fakes["k_rope"]
-    last = {"power_of_two": Int32(0)} if record.named else {}
+    last = {"power_of_two": Int32(0)} if format.named else {}
     neox = spec.rope_style == "neox"
-    into = IntoBytes(record, neox) if record.named else Rotated(neox)
+    into = IntoBytes(format, neox) if format.named else Rotated(neox)
     if spec.rope_style == "applied":
-        if record.named:
-            return into.applied if record.rope is not None else into.content, fakes | last
-        return append_rows if record.rows else append_kv, fakes
+        if format.named:
+            return into.applied if format.rope is not None else into.content, fakes | last
+        return append_rows if format.rows else append_kv, fakes
     fakes |= rotary.angle_fakes(n, spec.cos_sin_dtype, spec.position_dtype)
     if spec.norm == "given":
         return into.rope, fakes | last

@@ -13,7 +13,7 @@ Timeline     wait for the previous grid | page id(s) | load TOKENS rows | conver
              ragged: wait | search, a load a round | begin, start | page ids | load, and so on
 Bytes moved  per token 644 read + 1152 written (16-bit output; 2304 for fp32).
              ragged: 4 more a request and a page.  From rows of 16 bits 1152 read a row, no scale.
-             Of records of bytes those, and in mode ``pages`` an entry of the table a token: their
+             Of formats of bytes those, and in mode ``pages`` an entry of the table a token: their
              pages have any number of tokens.
 
 Ragged rows are dealt to warps evenly and search for their request: a grid (request, tile) would
@@ -22,7 +22,7 @@ A search of SEARCHERS + 1 ways is one load for up to 8 entries of cu_seqlens, tw
 728, each from L1 or L2 while other warps wait for DRAM.
 
 content = e4m3 -> f16 -> fp32 (both exact) * scale, rounded once to the output dtype; RoPE is
-multiplied back by the scale it was divided by; records of bytes (``byte_records.py``) have it
+multiplied back by the scale it was divided by; formats of bytes (``byte_formats.py``) have it
 as it is, or none.
 A token with NaN scale gives NaN.  Mode ``pages`` clamps page ids on the device, so ids behind the
 last valid page are harmless; mode ``ragged`` writes zeros for ids outside the pool and for tokens
@@ -42,10 +42,10 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ..blocks import compat, quant
-from . import byte_records, stored
+from . import byte_formats, stored
 
 if TYPE_CHECKING:
-    from ..formats.record import Record
+    from ..formats.format import Format
     from ..spec import VariantSpec
 
 WARPS = 4
@@ -146,15 +146,15 @@ def fetch_rows_ragged(
 
 
 class FromBytes:
-    """Host halves for a record of bytes, with its field of RoPE or (``content_...``) without.
+    """Host halves for a format of bytes, with its field of RoPE or (``content_...``) without.
 
     Attributes:
-        source: class of its caches (``byte_records.source_of``).
+        source: class of its caches (``byte_formats.source_of``).
     """
 
-    def __init__(self, record: Record) -> None:
-        self.source = byte_records.source_of(record)
-        first = "" if record.rope is not None else "content_"
+    def __init__(self, format: Format) -> None:
+        self.source = byte_formats.source_of(format)
+        first = "" if format.rope is not None else "content_"
         self.modes = {mode: getattr(self, first + mode) for mode in OF_FP8}
 
     @cute.jit
@@ -294,7 +294,7 @@ def _store_token(
         if left == quant.WARP:
             compat.store_words(ptr, words)
         else:
-            byte_records.store_where(lane < left, ptr, words)
+            byte_formats.store_where(lane < left, ptr, words)
 
     vec, (channels, rope_channels) = quant.lane_channels(dt), cache.channels
     for j, words in enumerate(chunks):
@@ -381,7 +381,7 @@ def _pages(
     block_table: cute.Tensor,
     cache_seqlens: cute.Tensor,
     out_nope: cute.Tensor,
-    out_rope: Any,  # None of a record without
+    out_rope: Any,  # None of a format without
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
@@ -408,7 +408,7 @@ def _indices(
     cache: Any,
     indices: cute.Tensor,
     out_nope: cute.Tensor,
-    out_rope: Any,  # None of a record without
+    out_rope: Any,  # None of a format without
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
@@ -445,7 +445,7 @@ def _ragged(
     cu_seqlens: cute.Tensor,
     seq_starts: cute.Tensor,
     out_nope: cute.Tensor,
-    out_rope: Any,  # None of a record without
+    out_rope: Any,  # None of a format without
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
@@ -542,16 +542,16 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt, i32 = compat.dtype(spec.in_dtype), compat.DTYPES["i32"]
-    record = spec.record
-    entries = OF_ROWS if record.rows else FromBytes(record).modes if record.named else OF_FP8
+    format = spec.format
+    entries = OF_ROWS if format.rows else FromBytes(format).modes if format.named else OF_FP8
     page_size = compat.sym(MIN_PAGE, name="P")
-    cache = byte_records.fakes(record) if record.named else stored.fakes(record, page_size)
-    heads = (cache["kv"].shape[2],) if record.rows else ()
+    cache = byte_formats.fakes(format) if format.named else stored.fakes(format, page_size)
+    heads = (cache["kv"].shape[2],) if format.rows else ()
     widths = {
-        "out_nope": (*heads, record.content.count),
-        "out_rope": (*heads, record.rope_channels),
+        "out_nope": (*heads, format.content.count),
+        "out_rope": (*heads, format.rope_channels),
     }
-    if record.rope is None:
+    if format.rope is None:
         del widths["out_rope"]
     n = compat.sym(name="n")
     flat = {name: compat.rows(dt, (n, *d)) for name, d in widths.items()}

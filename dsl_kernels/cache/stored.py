@@ -2,8 +2,8 @@
 
     Fp8Cache   e4m3 content, RoPE in bf16 divided by the token's scale, the scale; one head
     Rows16     rows of 576 16-bit channels as they are, content before RoPE; any number of heads
-    Source     records of bytes, e4m3 content with scales, RoPE as it is or none; one head
-               (``byte_records.py``)
+    Source     formats of bytes, e4m3 content with scales, RoPE as it is or none; one head
+               (``byte_formats.py``)
 
 All are the arguments of a kernel, in their order.  A warp owns a row (``quant.py``): what follows
 are a lane's addresses, loads and conversions.  Offsets are 64-bit: pools may exceed 4 GiB.
@@ -18,7 +18,7 @@ from cutlass import BFloat16, Float32, Int64, Uint32, cute
 
 from ..blocks import compat, quant
 from ..formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from ..formats.record import Record
+from ..formats.format import Format
 
 CHANNELS = KV_LORA_RANK, QK_ROPE_HEAD_DIM
 ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
@@ -197,13 +197,13 @@ def converted(words: list[Any], dt: Any, to: Any) -> list[Any]:
     return words if dt is to else quant.pack(quant.to_f32(words, dt), to)
 
 
-def fakes(record: Record, page_size: Any = None) -> dict[str, Any]:
+def fakes(format: Format, page_size: Any = None) -> dict[str, Any]:
     """Fakes of an ``Fp8Cache`` or of a cache of 16-bit rows, by argument name.
 
     Strides of pages, tokens and heads are free 64-bit symbols that keep 16-byte alignment.
     """
-    if record.one_scale:
+    if format.one_scale:
         return compat.cache_fakes(page_size=page_size)
     page_size = compat.sym(name="P") if page_size is None else page_size
     shape = (compat.sym(name="pages"), page_size, compat.sym(name="h_kv"), HEAD_DIM_QK)
-    return {"kv": compat.rows(compat.dtype(record.content.dtype), shape)}
+    return {"kv": compat.rows(compat.dtype(format.content.dtype), shape)}

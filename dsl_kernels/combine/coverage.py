@@ -7,9 +7,9 @@ rows of its own sequence (``work_list.rows_at``), and a sequence is *covered* if
 
 * its items stand together, the first begins at tile 0, each begins where the one before it ends,
   and the last ends behind the sequence's tokens;
-* it is one item without a slot, or as many as it has slots, one behind the other;
-* no item of another sequence names its slots;
-* every item that is listed belongs to one part, and slots are dealt in ascending order.
+* it is one item without a split, or as many as it has splits, one behind the other;
+* no item of another sequence names its splits;
+* every item that is listed belongs to one part, and splits are dealt in ascending order.
 
 Of a sequence that is not, ``out`` and ``lse`` become NaN: never another's, nor what the memory
 held.
@@ -52,13 +52,13 @@ class Listed(NamedTuple):
 
 @cute.jit
 def covers(
-    listed: Listed, split_begin: cute.Tensor, slots: Int32, unit: Int32, counts: cute.Tensor,
+    listed: Listed, split_begin: cute.Tensor, splits: Int32, unit: Int32, counts: cute.Tensor,
     threads: cutlass.Constexpr,
 ) -> Any:  # fmt: skip
     """(True if the tables as a whole are sound, True if they also cover sequence ``unit``).
 
     Args:
-        slots: number of slots of ``o_accum``.
+        splits: number of splits that ``o_accum`` has room for.
         counts: i32 (COUNTS, warps) in shared memory.
         threads: of the CTA; all come here.
     """
@@ -67,33 +67,35 @@ def covers(
     unsound = _descents(listed.part_begin, parts, tidx, threads)
     unsound += _descents(split_begin, sequences, tidx, threads)
     items = listed.part_begin[parts]
-    if (items > listed.work_items.shape[0]) | (split_begin[sequences] > slots):
+    if (items > listed.work_items.shape[0]) | (split_begin[sequences] > splits):
         unsound += 1
-    first_slot, end_slot = split_begin[unit], split_begin[unit + 1]
+    first_split, end_split = split_begin[unit], split_begin[unit + 1]
     wrong, heads, own, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
     items = compat.at_most(items, listed.work_items.shape[0])
     for base in cutlass.range(tidx, items, AHEAD * threads, unroll=1):
         places = [base + k * threads for k in range(AHEAD)]
         loaded = [_item(listed, cutlass.min(i, items - 1)) for i in places]
         for k in cutlass.range_constexpr(AHEAD):
-            i, (sequence, first, last, slot) = places[k], loaded[k]
+            i, (sequence, first, last, split) = places[k], loaded[k]
             if (i < items) & (sequence == unit):
-                before, _, begin, slot_before = _item(listed, cutlass.max(i - 1, 0))
+                before, _, begin, split_before = _item(listed, cutlass.max(i - 1, 0))
                 if (i == 0) | (before != unit):
                     heads += 1
                     begin = Int32(0)
-                    slot_before = Int32(cutlass.select_(end_slot > first_slot, first_slot - 1, -2))
-                if (first != begin) | (slot != slot_before + 1) | (last < first):
+                    split_before = Int32(
+                        cutlass.select_(end_split > first_split, first_split - 1, -2)
+                    )
+                if (first != begin) | (split != split_before + 1) | (last < first):
                     wrong += 1
                 own += 1
                 tiles += last - first
-            elif (i < items) & (slot >= first_slot) & (slot < end_slot):
+            elif (i < items) & (split >= first_split) & (split < end_split):
                 wrong += 1
     total = _added((unsound, wrong, heads, own, tiles), counts, tidx, threads)
     whole, rest = divmod(cutlass.max(listed.cache_seqlens[unit], 0), listed.by_tile)
     needed = cutlass.min(whole + cutlass.min(rest, 1), listed.most_tiles)
     sound = total[0] == 0
-    pieces = cutlass.max(end_slot - first_slot, 1)
+    pieces = cutlass.max(end_split - first_split, 1)
     covered = (total[1] == 0) & (total[2] == 1) & (total[3] == pieces) & (total[4] >= needed)
     return sound, sound & covered
 
@@ -118,7 +120,7 @@ def _descents_behind(
 
 
 def _item(listed: Listed, i: Any) -> list[Any]:
-    """Sequence, first tile, end tile, slot of an item."""
+    """Sequence, first tile, end tile, split of an item."""
     words = compat.load_words(listed.work_items.iterator + i * ITEM_WORDS, 4)
     return [Int32(word) for word in words]
 

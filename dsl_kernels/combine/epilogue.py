@@ -1,4 +1,4 @@
-"""Stores of finished query rows: to ``out`` and ``lse``, or to a slot of partial results."""
+"""Stores of finished query rows: to ``out`` and ``lse``, or to a split of partial results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Results(NamedTuple):
 
     out: cute.Tensor  # (b, s_q, h, 512)
     lse: cute.Tensor  # (b, h, s_q)
-    o_accum: cute.Tensor  # (slots, unit_rows, PARTIAL_ROW) fp16 or (.., 512) fp32, see partials.py
-    lse_accum: cute.Tensor  # (slots, unit_rows)
+    o_accum: cute.Tensor  # (splits, unit_rows, PARTIAL_ROW) fp16 or (.., 512) fp32, see partials.py
+    lse_accum: cute.Tensor  # (splits, unit_rows)
     sink: Any = None  # (h,) fp32: a logit a head that joins the softmax sum without a V; (0,): none
 
     @property
     def tight(self) -> bool:
-        """True if a slot has a unit's rows only, any number of them, and no padding: in sparse
+        """True if a split has a unit's rows only, any number of them, and no padding: in sparse
         decode, the only op with sinks.  If false, units are whole row tiles."""
         return self.sink is not None
 
@@ -42,10 +42,10 @@ def of_sink(sink, head, value):
 
 @cute.jit
 def finish_row(
-    results, call, slot, rows, row, row_sum, frame, log2_in: cutlass.Constexpr = None
+    results, call, split, rows, row, row_sum, frame, log2_in: cutlass.Constexpr = None
 ):  # fmt: skip
     """Write the LSE of the CTA's row ``row``: a final one to ``lse``, a split's (in log2 units) to
-    its slot.
+    ``lse_accum``.
 
     Args:
         rows: the CTA's rows of the item (``work_list.Rows``).
@@ -64,7 +64,7 @@ def finish_row(
     if const_expr(rows.stands is not None):
         value = Float32(cutlass.select_(rows.stands != 0, value, Float32(math.nan)))
         empty = empty & (rows.stands != 0)
-    if slot < 0:
+    if split < 0:
         at = rows.first + row
         if compat.unsigned(at) < compat.unsigned(rows.end):
             token, head = divmod(at, call.by_heads)
@@ -74,13 +74,13 @@ def finish_row(
             if const_expr(results.sink is not None):  # noqa: SIM102 (only this is at compile time)
                 if results.sink.shape[0] > 0:
                     kept = of_sink(results.sink, head, value)
-    elif slot < results.o_accum.shape[0]:
+    elif split < results.o_accum.shape[0]:
         partial = -Float32.inf if empty else value
         if const_expr(results.tight):
-            if rows.of_slot + row < results.lse_accum.shape[1]:
-                results.lse_accum[slot, rows.of_slot + row] = partial
+            if rows.of_split + row < results.lse_accum.shape[1]:
+                results.lse_accum[split, rows.of_split + row] = partial
         else:
-            results.lse_accum[slot, rows.of_slot + row] = partial
+            results.lse_accum[split, rows.of_split + row] = partial
     inverse = 1.0 / row_sum
     if const_expr(results.sink is not None):
         inverse = inverse * kept
@@ -168,8 +168,8 @@ class Woven(NamedTuple):
 
 
 @cute.jit
-def write_rows(results, slot, rows, at, held, shared, woven=None):
-    """Store a thread's normalised channels of its rows, to ``out`` or to the split's slot.
+def write_rows(results, split, rows, at, held, shared, woven=None):
+    """Store a thread's normalised channels of its rows, to ``out`` or to a split of ``o_accum``.
 
     With ``shared.lane_bits`` all lanes of a warp call this, each with its rows.  Whatever is known
     at compile time is a distance from the thread's first row and channel: then addresses are
@@ -187,7 +187,7 @@ def write_rows(results, slot, rows, at, held, shared, woven=None):
     row, _ = at
     first = rows.first + row
     left = rows.end - first if compat.unsigned(first) < compat.unsigned(rows.end) else Int32(0)
-    if slot < 0:
+    if split < 0:
         target = target_of(results.out, Int64(first) * D, at, held, woven)
         for one in held:
             if cutlass.const_expr(woven is not None):
@@ -197,8 +197,8 @@ def write_rows(results, slot, rows, at, held, shared, woven=None):
                     store_run(target, one.row * D + c, values)
     elif cutlass.const_expr(partials.is_exact(results.o_accum)):
         t = results.o_accum
-        left = left if slot < t.shape[0] else Int32(0)
-        place = Int64(slot) * t.stride[0] + (rows.of_slot + row) * D
+        left = left if split < t.shape[0] else Int32(0)
+        place = Int64(split) * t.stride[0] + (rows.of_split + row) * D
         if cutlass.const_expr(woven is not None):  # pairs as they are: swaps of 8 bytes spill
             at = (row, at[1] + 2 * woven.lane)
         target = target_of(t, place, at, held, None)
@@ -215,8 +215,8 @@ def write_rows(results, slot, rows, at, held, shared, woven=None):
             for one in held
         ]
         t = results.o_accum
-        left = left if slot < t.shape[0] else Int32(0)
-        place = Int64(slot) * t.stride[0] + (rows.of_slot + row) * PARTIAL_ROW
+        left = left if split < t.shape[0] else Int32(0)
+        place = Int64(split) * t.stride[0] + (rows.of_split + row) * PARTIAL_ROW
         bytes_at = partials.exponents_at(t.iterator + place, shared.channel)
         target = target_of(t, place, at, held, woven)
         for x in cutlass.range_constexpr(len(held)):

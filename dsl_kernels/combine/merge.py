@@ -1,30 +1,30 @@
 """merge: combine the partial results of split sequences into out and lse.
 
 A *unit* is the plan's: query rows of one sequence that are split together (load/work_list.py).  A
-*strip* is what a warp merges of a query row at a time: one or two 16-byte loads a lane and slot, a
-run of 256 channels each (of fp32 rows 128).  A whole row where registers hold its slots: what a row
+*strip* is what a warp merges of a query row at a time: one or two 16-byte loads a lane and split, a
+run of 256 channels each (of fp32 rows 128).  A whole row where registers hold its splits: what it
 costs beside its channels (lse, weights, addresses) is most of the instructions, of which a row of
-two slots takes 220 this way and 720 a quarter of a row at a time.
+two splits takes 220 this way and 720 a quarter of a row at a time.
 
-Roles        WARPS warps a CTA. The CTAs are dealt to the units in proportion to their slots, at
+Roles        WARPS warps a CTA. The CTAs are dealt to the units in proportion to their splits, at
              least one each, so one sequence cut into a hundred pieces keeps as many CTAs busy as
              thirty cut into three; the CTAs of a unit share its strips evenly.
-             up to ALONE slots: a warp reads all slots of a strip at once; of up to two slots it
+             up to ALONE splits: a warp reads all splits of a strip at once; of up to two splits it
              reads two strips at once, of more than CHUNK strips of half as many channels.
-             more slots: all warps share a strip, each takes a run of consecutive slots, CHUNK after
-             CHUNK; the first warp combines their partial sums.
-Memory       10 KiB of shared memory for the partial sums (many slots); registers otherwise.
+             more splits: all warps share a strip, each takes a run of consecutive splits, CHUNK
+             after CHUNK; the first warp combines their partial sums.
+Memory       10 KiB of shared memory for the partial sums (many splits); registers otherwise.
 Timeline     (behind decode: split_begin, which unit, do tables from outside cover it) | wait |
-             (else: split_begin, which unit) | exit if it has no slots | o and lse of all slots in
-             flight | weights, FMA | (many slots: next chunk, exchange, combine) | normalise, store
-Bytes moved  per row 1060 read a slot (2052 of fp32 rows) + 1024 (bf16, fp16) or 2048 (fp32)
+             (else: split_begin, which unit) | exit if it has no splits | o and lse of all splits in
+             flight | weights, FMA | (many splits: next chunk, exchange, combine) | normalise, store
+Bytes moved  per row 1060 read a split (2052 of fp32 rows) + 1024 (bf16, fp16) or 2048 (fp32)
              written; nothing if unsplit.
 
     out = sum_i 2^(lse_i - M) o_i / sum_i 2^(lse_i - M)     lse = (M + log2 sum) * lse_factor
 
 o_i is already normalised; it is stored as combine/partials.py says, and the factor of its 16-bit
 channels goes into the weight: fp32 with denormals, so only what is below 2^-112 loses bits.  The
-order of summation depends only on the number of slots: ascending within a run, then ascending over
+order of summation depends only on the number of splits: ascending within a run, then ascending over
 runs, so results do not depend on timing.  lse_i = -inf (the
 split saw no token for the row) weighs 0; if all are, out is 0 and lse is ``empty_lse``.  A NaN
 lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on the device.
@@ -43,7 +43,7 @@ one's CTAs take the SMs that decode leaves; it waits, as merge does, for the end
 Behind a decode whose tables are not a plan's, a CTA asks first whether they cover its unit, and one
 of the unit's writes NaN where they do not (coverage.py).
 
-Bound: (CTAS + 1) * slots < 2^32, that is 10.8 million slots; a plan has at most 2^23.  Whatever
+Bound: (CTAS + 1) * splits < 2^32, that is 10.8 million splits; a plan has at most 2^23.  Whatever
 ``split_begin`` holds, nothing outside of the arguments is read or written.
 """
 
@@ -67,17 +67,17 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 WARPS = 8
-CHUNK = 8  # slots that are added by their common maximum
-ALONE = 2 * CHUNK  # slots that a warp reads by itself: an exchange takes longer
+CHUNK = 8  # splits that are added by their common maximum
+ALONE = 2 * CHUNK  # splits that a warp reads by itself: an exchange takes longer
 LOAD = 4  # words of a lane's load
-ROW_CTAS = 4  # at most; they matter where a few rows have very many slots
+ROW_CTAS = 4  # at most; they matter where a few rows have very many splits
 CTAS = 264  # two on each of 132 SMs: one wave, whether there is work or not, of up to 132 units
 
 
 @cute.jit
 def merge(
-    o_accum: cute.Tensor,  # f16 (slots, unit_rows, PARTIAL_ROW); f32 (.., 512) behind fp16 decode
-    lse_accum: cute.Tensor,  # f32 (slots, unit_rows), log2 domain
+    o_accum: cute.Tensor,  # f16 (splits, unit_rows, PARTIAL_ROW); f32 (.., 512) behind fp16 decode
+    lse_accum: cute.Tensor,  # f32 (splits, unit_rows), log2 domain
     split_begin: cute.Tensor,  # i32 (n_units + 1,)
     units: cute.Tensor,  # i32 (n_units, 2) first row, end row; (0, 2): unit i is sequence i
     out: cute.Tensor,  # bf16|f32 (b, s_q, h, 512)
@@ -151,14 +151,14 @@ class Form:
 
     Attributes:
         exact: whether partial rows are fp32 and without exponents.
-        slots: of a strip, at most.
+        splits: of a strip, at most.
         runs: of a strip.
         together: strips.
         words: of a lane's load.
     """
 
     exact: bool
-    slots: int
+    splits: int
     runs: int = 1
     together: int = 1
     words: int = LOAD
@@ -186,7 +186,7 @@ class Form:
 
 
 def forms(exact: bool) -> tuple[Form, ...]:
-    """Forms for up to ALONE slots, for few slots first; each loads at most 32 words a lane."""
+    """Forms for up to ALONE splits, for few splits first; each loads at most 32 words a lane."""
     return (
         Form(exact, 2, runs=2, together=2),
         Form(exact, 4, runs=2),
@@ -225,7 +225,7 @@ class _Partial:
         return reference
 
     def add(self, weight: Any, runs: list[list[Any]], factors: list[Any] | None = None) -> None:
-        """Adds a slot: the channels of each run, times its factor; None: all 1."""
+        """Adds a split: the channels of each run, times its factor; None: all 1."""
         self.state[1] = self.state[1] + weight
         for r, values in enumerate(runs):
             scaled = weight if factors is None else weight * factors[r]
@@ -247,23 +247,23 @@ class _Loads:
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        strips, slots, runs = form.together, form.slots, form.runs
-        self.words = cute.make_rmem_tensor((strips, slots, runs, form.words), Uint32)
-        self.exponents = cute.make_rmem_tensor((strips, slots, runs), Uint32)
-        self.lses = cute.make_rmem_tensor((strips, slots), Float32)
+        strips, splits, runs = form.together, form.splits, form.runs
+        self.words = cute.make_rmem_tensor((strips, splits, runs, form.words), Uint32)
+        self.exponents = cute.make_rmem_tensor((strips, splits, runs), Uint32)
+        self.lses = cute.make_rmem_tensor((strips, splits), Float32)
         self.words.fill(0)
         self.exponents.fill(partials.LEAST)
         self.lses.fill(-Float32.inf)
 
     def add_to(self, partial: _Partial, strip: int, empty: bool = False) -> None:
-        """Adds the slots of one strip in ascending order; a slot not loaded weighs 0.
+        """Adds the splits of one strip in ascending order; a split not loaded weighs 0.
 
         Args:
             empty: nothing was added to ``partial`` so far.
         """
-        slots = range(self.form.slots)
-        for first in slots[::CHUNK]:
-            chunk = slots[first : first + CHUNK]
+        splits = range(self.form.splits)
+        for first in splits[::CHUNK]:
+            chunk = splits[first : first + CHUNK]
             top = self.lses[strip, first]
             for j in chunk[1:]:
                 top = cute.arch.fmax(top, self.lses[strip, j])
@@ -291,14 +291,14 @@ def _issue(
     count: Int32,
     at: Any,
 ) -> None:
-    """Loads slots first .. first + count - 1 of one strip, at = (row of the slots, channel);
+    """Loads splits first .. first + count - 1 of one strip, at = (row of the splits, channel);
     ``count`` may be larger than what ``loads`` holds."""
     row, channel = at
     form, words, exponents, lses = loads.form, loads.words, loads.exponents, loads.lses
     row_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + Int64(row) * o_accum.shape[2])
     o_at, byte_at = row_at + channel, partials.exponents_at(row_at, channel)
     lse_at = lse_accum.iterator + (Int64(first) * lse_accum.stride[0] + row)
-    for j in cutlass.range_constexpr(form.slots):
+    for j in cutlass.range_constexpr(form.splits):
         if j < count:
             for r in cutlass.range_constexpr(form.runs):
                 loaded = compat.load_words(o_at + r * form.run, form.words, **compat.STRONG)
@@ -307,9 +307,9 @@ def _issue(
                     exponents[strip, j, r] = partials.load_exponent(byte, **compat.STRONG)
                 for i in cutlass.range_constexpr(form.words):
                     words[strip, j, r, i] = loaded[i]
-        o_at = o_at + Int64(o_accum.stride[0])  # a pointer for each slot would be 16 registers
+        o_at = o_at + Int64(o_accum.stride[0])  # a pointer for each split would be 16 registers
         byte_at = byte_at + Int64(o_accum.stride[0]) * 2
-    for j in cutlass.range_constexpr(form.slots):
+    for j in cutlass.range_constexpr(form.splits):
         if j < count:
             word = compat.load_words(lse_at, 1, **compat.STRONG)[0]
             lses[strip, j] = word.bitcast(Float32)
@@ -392,7 +392,7 @@ def _merge(
 
 @cute.jit
 def _nothing_to_do(split_begin: cute.Tensor, decode: Any) -> Boolean:
-    """True if no unit has slots and no coverage check is wanted."""
+    """True if no unit has splits and no coverage check is wanted."""
     nothing = Boolean(split_begin[split_begin.shape[0] - 1] <= 0)
     if cutlass.const_expr(decode.listed is not None):
         nothing = nothing & (decode.listed.wanted == 0)
@@ -453,14 +453,14 @@ def _merge_unit(
     tensors: Any, sums: cute.Tensor, piece: Any, share: Any, factors: Any, by: By
 ) -> None:
     """A CTA's share of one unit: share = (its number, CTAs of the unit, the unit's rows); piece =
-    (its first query row, first slot, slots)."""
+    (its first query row, first split, splits)."""
     n, few = piece[2], forms(partials.is_exact(tensors[0]))
     for i in cutlass.range_constexpr(len(few)):  # whatever the share: n alone decides on the order
-        most = few[i - 1].slots if i else 0
-        if (n > most) & (n <= few[i].slots):
-            _few_slots(few[i], tensors, piece, share, factors, by)
+        most = few[i - 1].splits if i else 0
+        if (n > most) & (n <= few[i].splits):
+            _few_splits(few[i], tensors, piece, share, factors, by)
     if n > ALONE:
-        _many_slots(Form(few[0].exact, CHUNK), tensors, sums, piece, share, factors, by)
+        _many_splits(Form(few[0].exact, CHUNK), tensors, sums, piece, share, factors, by)
 
 
 @cute.jit
@@ -482,7 +482,7 @@ def _has_strips(o_accum: cute.Tensor, units: cute.Tensor, out: cute.Tensor, piec
     share = (piece.mine, piece.team, rows)
     has = Boolean(False)
     for i in cutlass.range_constexpr(len(few)):
-        if (n > (few[i - 1].slots if i else 0)) & (n <= few[i].slots):
+        if (n > (few[i - 1].splits if i else 0)) & (n <= few[i].splits):
             has = _span_is_not_empty(few[i], share)
     if n > ALONE:
         has = _span_is_not_empty(Form(exact, CHUNK), share)
@@ -495,10 +495,10 @@ def _span_is_not_empty(form: Form, share: Any) -> Any:
 
 
 @cute.jit
-def _few_slots(
+def _few_splits(
     form: cutlass.Constexpr, tensors: Any, piece: Any, share: Any, factors: Any, by: By
 ) -> None:
-    """Up to ``form.slots`` slots, all in flight at once."""
+    """Up to ``form.splits`` splits, all in flight at once."""
     o_accum, lse_accum, out, lse = tensors
     first_row, begin, n = piece
     tidx, _, _ = cute.arch.thread_idx()
@@ -520,11 +520,11 @@ def _few_slots(
 
 
 @cute.jit
-def _many_slots(
+def _many_splits(
     form: cutlass.Constexpr, tensors: Any, sums: cute.Tensor, piece: Any, share: Any, factors: Any,
     by: By,
 ) -> None:  # fmt: skip
-    """More slots: the CTA's warps share a strip's slots."""
+    """More splits: the CTA's warps share a strip's splits."""
     o_accum, lse_accum, out, lse = tensors
     first_row, begin, n = piece
     tidx, _, _ = cute.arch.thread_idx()
@@ -566,11 +566,11 @@ def _combine(form: Form, sums: Any, lane: Any) -> _Partial:
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     f32, i32 = compat.DTYPES["f32"], compat.DTYPES["i32"]
-    slots, unit_rows = compat.sym(name="slots"), compat.sym(name="unit_rows")
+    splits, unit_rows = compat.sym(name="slots"), compat.sym(name="unit_rows")
     b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
     fakes = {
-        "o_accum": partials.fake(slots, unit_rows),
-        "lse_accum": compat.contiguous(f32, (slots, unit_rows), align=4),
+        "o_accum": partials.fake(splits, unit_rows),
+        "lse_accum": compat.contiguous(f32, (splits, unit_rows), align=4),
         "split_begin": compat.vector(i32, compat.sym(name="n_units_plus_1")),
         "units": compat.units_fake(i32),
         "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, KV_LORA_RANK)),

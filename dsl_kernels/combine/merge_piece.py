@@ -1,6 +1,6 @@
 """The share of a CTA of merge: its unit of query rows, and its number among that unit's CTAs.
 
-The CTAs are dealt to the units in proportion to their slots, at least one each (merge.py).  The
+The CTAs are dealt to the units in proportion to their splits, at least one each (merge.py).  The
 host knows the number of units and no length, so each CTA finds its unit in ``split_begin``, all
 warps alike: two loads a lane while there are fewer than 2 * WARP units.
 """
@@ -16,9 +16,9 @@ from ..blocks import compat, quant
 
 
 class Piece(NamedTuple):
-    """A CTA's share: its unit, its number among the CTAs of that and how many those are, first slot
-    of the unit and slots; none if it is not split, or if the table is damaged.  Every unit has a
-    CTA of number 0 if the table ascends from 0 to no more slots than there are."""
+    """A CTA's share: its unit, its number among the CTAs of that and how many those are, first
+    split of the unit and number of splits; 0 if it has none, or if the table is damaged.  Every
+    unit has a CTA of number 0 if the table ascends from 0 to no more splits than there are."""
 
     unit: Any
     mine: Any
@@ -28,31 +28,31 @@ class Piece(NamedTuple):
 
 
 def unit_by_number(block: Any, count: Any) -> Any:
-    """Unit and ``Piece.mine`` where the slots deal none: CTA i has unit i; there are more CTAs."""
+    """Unit and ``Piece.mine`` where the splits deal none: CTA i has unit i; there are more CTAs."""
     return Int32(cutlass.min(block, count - 1)), Int32(block // count)
 
 
 @cute.jit
-def piece_of(split_begin: cute.Tensor, most_slots: Int32, which: Any = None) -> Piece:
-    """``Piece`` of this CTA, or of ``which`` = (its number, how many there are).  Slots from
-    ``most_slots`` on do not exist, whatever ``split_begin`` says."""
+def piece_of(split_begin: cute.Tensor, most_splits: Int32, which: Any = None) -> Piece:
+    """``Piece`` of this CTA, or of ``which`` = (its number, how many there are).  Splits from
+    ``most_splits`` on do not exist, whatever ``split_begin`` says."""
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     if cutlass.const_expr(which is not None):
         block, grid = which
     count = split_begin.shape[0] - 1
-    near, slots = Near.of(split_begin), cutlass.min(split_begin[count], most_slots)
+    near, splits = Near.of(split_begin), cutlass.min(split_begin[count], most_splits)
     unit, mine = unit_by_number(block, count)
     team, begin, n = Int32(1), Int32(0), Int32(0)
-    if slots > 0:
+    if splits > 0:
         ctas = grid - count
-        unit = _unit_of(split_begin, near, block, ctas, slots)
+        unit = _unit_of(split_begin, near, block, ctas, splits)
         begin, end = _entry(near, unit), _entry(near, unit + 1)
         if unit + 1 >= 2 * quant.WARP:
             begin, end = split_begin[unit], split_begin[unit + 1]
-        end = cutlass.min(end, slots)
-        mine = block - unit - _share(begin, ctas, slots)
-        team = 1 + _share(end, ctas, slots) - _share(begin, ctas, slots)
+        end = cutlass.min(end, splits)
+        mine = block - unit - _share(begin, ctas, splits)
+        team = 1 + _share(end, ctas, splits) - _share(begin, ctas, splits)
         if (begin >= 0) & (end > begin):
             n = end - begin
     return Piece(unit, mine, team, begin, n)
@@ -71,9 +71,9 @@ def rows_of(units: cute.Tensor, out: cute.Tensor, unit: Int32, unit_rows: Int32)
 
 
 @cute.jit
-def _share(slot: Int32, ctas: Int32, slots: Int32) -> Int32:
-    """CTAs that belong to the slots before ``slot``, rounded down."""
-    return Int32(compat.unsigned(slot) * compat.unsigned(ctas) // compat.unsigned(slots))
+def _share(split: Int32, ctas: Int32, splits: Int32) -> Int32:
+    """CTAs that belong to the splits before ``split``, rounded down."""
+    return Int32(compat.unsigned(split) * compat.unsigned(ctas) // compat.unsigned(splits))
 
 
 class Near(NamedTuple):
@@ -99,11 +99,11 @@ def _entry(near: Near, i: Any) -> Any:
 
 @cute.jit
 def _unit_of(
-    split_begin: cute.Tensor, near: Near, block: Int32, ctas: Int32, slots: Int32
+    split_begin: cute.Tensor, near: Near, block: Int32, ctas: Int32, splits: Int32
 ) -> Int32:
     """The unit of CTA ``block``: the last i with i + share(split_begin[i]) <= block.
 
-    Every unit has one CTA, and one more for each share of the slots that ends in it.  No share is
+    Every unit has one CTA, and one more for each share of the splits that ends in it.  No share is
     larger than ``ctas``: with ``left`` cut there, all products fit 32 bits.
     """
     tidx, _, _ = cute.arch.thread_idx()
@@ -111,16 +111,16 @@ def _unit_of(
     count = split_begin.shape[0] - 1
     for x in cutlass.range_constexpr(2):
         i = tidx % quant.WARP + quant.WARP * x
-        if (i > 0) & (i < count) & _begins(i, near[x], block, ctas, slots):
+        if (i > 0) & (i < count) & _begins(i, near[x], block, ctas, splits):
             found += 1
     for i in cutlass.range(tidx % quant.WARP + 2 * quant.WARP, count, quant.WARP, unroll=4):
-        if _begins(i, split_begin[i], block, ctas, slots):
+        if _begins(i, split_begin[i], block, ctas, splits):
             found += 1
     return cute.arch.warp_redux_sync(found, "add")
 
 
-def _begins(unit: Any, slot: Any, block: Any, ctas: Any, slots: Any) -> Any:
-    """True if unit + share(slot) <= block, computed without the division of ``_share``."""
+def _begins(unit: Any, split: Any, block: Any, ctas: Any, splits: Any) -> Any:
+    """True if unit + share(split) <= block, computed without the division of ``_share``."""
     left = cutlass.min(block - unit, ctas)
-    upto = compat.unsigned(slot) * compat.unsigned(ctas)
-    return (left >= 0) & (upto < compat.unsigned(left + 1) * compat.unsigned(slots))
+    upto = compat.unsigned(split) * compat.unsigned(ctas)
+    return (left >= 0) & (upto < compat.unsigned(left + 1) * compat.unsigned(splits))

@@ -1,9 +1,9 @@
 """Partial results of split sequences: fp16 channels that share exponents, or fp32 ones.
 
-fp16 results of a 16-bit cache keep fp32 rows, tensor (slots, rows_pad, 512): they have 11 bits
+fp16 results of a 16-bit cache keep fp32 rows, tensor (splits, rows_pad, 512): they have 11 bits
 themselves, and partial rows of no more would add up to a third to their error.
 
-Else a row of a slot is 1056 bytes, half of fp32's, in a tensor (slots, rows_pad, PARTIAL_ROW) of
+Else a row of a split is 1056 bytes, half of fp32's, in a tensor (splits, rows_pad, PARTIAL_ROW) of
 fp16:
 
     [0, 1024)     512 channels, x * 2^(141 - e) rounded to fp16
@@ -35,12 +35,12 @@ TOP = 14  # log2 of the binade where the largest value is stored
 EVERY_BYTE = 0x01010101
 
 
-def fake(slots: Any, unit_rows: Any, out_dtype: Any = None) -> cute.Tensor:
+def fake(splits: Any, unit_rows: Any, out_dtype: Any = None) -> cute.Tensor:
     """Fake ``o_accum`` of a kernel whose results are ``out_dtype``: fp32 rows if that is fp16;
     otherwise, and for None, fp16 rows with exponents."""
     if out_dtype is F16:
-        return compat.contiguous(Float32, (slots, unit_rows, D))
-    return compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW))
+        return compat.contiguous(Float32, (splits, unit_rows, D))
+    return compat.contiguous(F16, (splits, unit_rows, PARTIAL_ROW))
 
 
 def is_exact(o_accum: cute.Tensor) -> bool:

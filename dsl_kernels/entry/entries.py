@@ -4,8 +4,8 @@ The order is written down here alone, in ``__call__`` and in ``fake_args`` of ea
 differ in their queries, their cache and where tokens are:
 
     Fp8Entry           planes of 8 bits, pages          SparseEntry    planes of 8 bits, a list
-    DenseEntry         rows of 16 bits, pages           RecordEntry    rows of bytes, a list
-    PagedRecordEntry   rows of bytes, pages             TwoListEntry   rows of bytes, two lists
+    DenseEntry         rows of 16 bits, pages           BytesEntry    rows of bytes, a list
+    PagedBytesEntry   rows of bytes, pages             TwoListEntry   rows of bytes, two lists
 
 Queries are (b_q, s_q, h, ...): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
 Entries of lists are (b_q, s_q, topk).
@@ -41,7 +41,7 @@ from .launch import (
 )
 
 if TYPE_CHECKING:
-    from ..formats.record import Record
+    from ..formats.format import Format
     from ..spec import VariantSpec
 
 
@@ -188,7 +188,7 @@ class SparseEntry(Entry):
         }  # fmt: skip
 
 
-class RecordEntry(Entry):
+class BytesEntry(Entry):
     """Sparse decode over rows of bytes (ds_mla.py, nope.py): the cache is one tensor of bytes, and
     queries are 16 bits as they are.
 
@@ -218,17 +218,17 @@ class RecordEntry(Entry):
     def fake_args(spec: VariantSpec) -> Fakes:
         """Symbolic arguments by name, in the order of ``__call__``; ``indices``: (b_q, s_q,
         topk)."""
-        at, record = Extents.fake(), spec.record
+        at, format = Extents.fake(), spec.format
         return {
-            **_two_queries(at), "cache": _bytes(record),
+            **_two_queries(at), "cache": _bytes(format),
             **entries(at, "indices", "topk"), **lengths(at), **sink(),
             **plan_and_results(at, compat.dtype(spec.out_dtype)), **scalars(causal=False),
-            **_query_strides(record),
+            **_query_strides(format),
         }  # fmt: skip
 
 
 class TwoListEntry(Entry):
-    """Sparse decode over DeepSeek V4's and V4.1's caches (v4.py, v41.py): as ``RecordEntry``, but a
+    """Sparse decode over DeepSeek V4's and V4.1's caches (v4.py, v41.py): as ``BytesEntry``, but a
     query token may have a second list, over a second cache."""
 
     @cute.jit
@@ -263,19 +263,19 @@ class TwoListEntry(Entry):
         Lists are (b_q, s_q, topk); without a second cache ``extra_indices`` is (b_q, s_q, 0),
         ``extra_length`` (0,) and ``extra_cache`` the first cache.
         """
-        at, record = Extents.fake(), spec.record
+        at, format = Extents.fake(), spec.format
         return {
-            **_two_queries(at), "cache": _bytes(record),
+            **_two_queries(at), "cache": _bytes(format),
             **entries(at, "indices", "topk"), **lengths(at),
-            "extra_cache": _bytes(record, "extra_"),
+            "extra_cache": _bytes(format, "extra_"),
             **entries(at, "extra_indices", "extra_topk"),
             "extra_length": compat.vector(Int32, compat.sym(name="b_or_0")), **sink(),
             **plan_and_results(at, compat.dtype(spec.out_dtype)), **scalars(causal=False),
-            **_query_strides(record),
+            **_query_strides(format),
         }  # fmt: skip
 
 
-class PagedRecordEntry(Entry):
+class PagedBytesEntry(Entry):
     """Dense decode over caches of bytes: a sequence has a row of the block table, and the size of a
     page is the cache's second extent."""
 
@@ -301,10 +301,10 @@ class PagedRecordEntry(Entry):
     @staticmethod
     def fake_args(spec: VariantSpec) -> Fakes:
         """Symbolic arguments by name, in the order of ``__call__``."""
-        at, record = Extents.fake(), spec.record
+        at, format = Extents.fake(), spec.format
         return {
-            "q": compat.contiguous(BF16, (*at.rows, record.channels)),
-            "cache": _bytes(record), **paged(at),
+            "q": compat.contiguous(BF16, (*at.rows, format.channels)),
+            "cache": _bytes(format), **paged(at),
             **plan_and_results(at, compat.dtype(spec.out_dtype)), **scalars(causal=True),
         }  # fmt: skip
 
@@ -329,17 +329,17 @@ def _two_queries(at: Extents) -> Fakes:
     }
 
 
-def _query_strides(record: Record) -> Fakes:
+def _query_strides(format: Format) -> Fakes:
     """Elements from row to row of either query tensor, multiples of 8."""
-    return {name: Int64(record.channels) for name in ("q_stride", "q_rope_stride")}
+    return {name: Int64(format.channels) for name in ("q_stride", "q_rope_stride")}
 
 
-def _bytes(record: Record, prefix: str = "") -> Any:
+def _bytes(format: Format, prefix: str = "") -> Any:
     """Fake of a cache, bytes (pages, P, those of a token).
 
     Rows lie anywhere; formats of two lists have whole pages, which lie at multiples of 16 bytes.
     """
-    shape = (compat.sym(name=f"{prefix}pages"), compat.sym(name=f"{prefix}P"), record.token_bytes)
-    if not record.two_lists:
+    shape = (compat.sym(name=f"{prefix}pages"), compat.sym(name=f"{prefix}P"), format.token_bytes)
+    if not format.two_lists:
         return compat.rows(U8, shape)
-    return compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), record.token_bytes, 1))
+    return compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), format.token_bytes, 1))

@@ -165,7 +165,7 @@ def plan_and_results(at: Extents, dtype: Any, partial_dtype: Any = None) -> Fake
     partial_dtype: what ``partials.fake`` takes for it.
     """
     names = ("n_items", "parts_plus_1", "slots", "unit_rows")
-    items, parts1, slots, unit_rows = (compat.sym(name=x) for x in names)
+    items, parts1, splits, unit_rows = (compat.sym(name=x) for x in names)
     return {
         "work_items": compat.contiguous(Int32, (items, ITEM_WORDS)),
         "part_begin": compat.vector(Int32, parts1),
@@ -175,8 +175,8 @@ def plan_and_results(at: Extents, dtype: Any, partial_dtype: Any = None) -> Fake
         "cu_seqlens_q": compat.vector(Int32, compat.sym(name="b_plus_1_or_0")),
         "out": compat.contiguous(dtype, (*at.rows, KV_LORA_RANK)),
         "lse": compat.contiguous(Float32, (at.b_q, at.h, at.s_q), 4),
-        "o_accum": partials.fake(slots, unit_rows, partial_dtype),
-        "lse_accum": compat.contiguous(Float32, (slots, unit_rows), 4),
+        "o_accum": partials.fake(splits, unit_rows, partial_dtype),
+        "lse_accum": compat.contiguous(Float32, (splits, unit_rows), 4),
     }
 
 

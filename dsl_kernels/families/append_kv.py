@@ -28,7 +28,7 @@ AXES = (IN_DTYPE, INDEX_DTYPE, ROPE_STYLE, NORM, COS_SIN_DTYPE, POSITION_DTYPE, 
 
 def points(arch: str) -> Iterator[Values]:
     """Every dtype of tokens as they are; of what rotates them too, what engines call it with; into
-    other caches, what their records say."""
+    other caches, what their formats say."""
     yield from every(AXES)(arch)
     for style, norm, table in itertools.product(
         ("interleaved", "neox"), NORM.values, ("f32", "bf16")
@@ -37,8 +37,8 @@ def points(arch: str) -> Iterator[Values]:
             "in_dtype": "bf16", "index_dtype": "i64", "rope_style": style, "norm": norm,
             "cos_sin_dtype": table,
         }  # fmt: skip
-    for record in FORMATS.values():
-        yield from ({**values, "cache_dtype": record.name} for values in record.appends)
+    for format in FORMATS.values():
+        yield from ({**values, "cache_dtype": format.name} for values in format.appends)
 
 
 FAMILY = helper(

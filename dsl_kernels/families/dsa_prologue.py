@@ -22,8 +22,8 @@ def points(arch: str) -> Iterator[Values]:
 
 
 def _module(_arch: str, values: Values) -> str | None:
-    record = FORMATS[values["cache_dtype"]]
-    apart = record.rope is not None and record.content.count == KV_LORA_RANK
+    format = FORMATS[values["cache_dtype"]]
+    apart = format.rope is not None and format.content.count == KV_LORA_RANK
     return "dsl_kernels.indexer.dsa_prologue" if apart else None
 
 

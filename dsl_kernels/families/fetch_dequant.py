@@ -16,12 +16,12 @@ AXES = (IN_DTYPE, MODE, INDEX_DTYPE, CACHE_DTYPE)
 
 def points(arch: str) -> Iterator[Values]:
     """All modes with int32 indices; int64 ones too where there are any; of other caches, what their
-    records say."""
+    formats say."""
     yield from every(AXES)(arch)
     for dtype in IN_DTYPE.values:
         yield {IN_DTYPE.name: dtype, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
-    for record in FORMATS.values():
-        yield from ({**values, CACHE_DTYPE.name: record.name} for values in record.fetches)
+    for format in FORMATS.values():
+        yield from ({**values, CACHE_DTYPE.name: format.name} for values in format.fetches)
 
 
 FAMILY = helper(

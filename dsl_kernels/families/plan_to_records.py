@@ -1,4 +1,4 @@
-"""``plan_to_records``: FlashMLA's scheduling records of a work list; one variant an arch."""
+"""``plan_to_records``: FlashMLA's scheduler metadata of a work list; one variant an arch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..formats.dims import TOKEN_TILE
-from ..formats.record import Record
+from ..formats.format import Format
 from ..formats.registered import FORMATS as ALL
 from ..formats.registered import ROWS_OF_BYTES, Names
 from .family import DECODE, Axis, Family, Values
@@ -27,7 +27,7 @@ AXES = (
     Axis("lines", "ln", (1,), 1, named=False),
     Axis("cache_dtype", "kv", FORMATS, ROWS_OF_BYTES, named=False),
 )
-MODULES = {  # by ``Record.arrangement``
+MODULES = {  # by ``Format.arrangement``
     ("sm_90a", ("f32", 128, "own")): "dsl_kernels.sm90.bytes16.mix16_pages",
     ("sm_90a", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.bytes16.mix16_v4_pages",
     ("sm_90a", ("ue8m0", 32, "none")): "dsl_kernels.sm90.bytes16.mix16_v41_pages",
@@ -35,9 +35,9 @@ MODULES = {  # by ``Record.arrangement``
 }
 
 
-def module_of(arch: str, record: Record) -> str | None:
+def module_of(arch: str, format: Format) -> str | None:
     """The kernel module that reads a cache of bytes, None if there is none."""
-    return MODULES.get((arch, record.arrangement))
+    return MODULES.get((arch, format.arrangement))
 
 
 def points(_arch: str) -> Iterator[Values]:

@@ -1,4 +1,4 @@
-"""``records_to_plan``: a work list from FlashMLA's scheduling records; one variant an arch."""
+"""``records_to_plan``: a work list from FlashMLA's scheduler metadata; one variant an arch."""
 
 from __future__ import annotations
 

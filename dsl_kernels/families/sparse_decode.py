@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..formats.dims import TOKEN_TILE
-from ..formats.record import Record
+from ..formats.format import Format
 from ..formats.registered import BYTES, DEFAULT, FORMATS, ROWS_OF_BYTES, SPARSE
 from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 
@@ -58,7 +58,7 @@ MODULES = {  # over the FP8 cache
     ("sm_90a", "etap"): "dsl_kernels.sm90.fp8.sparse_transposed",
     ("sm_90a", "f16"): "dsl_kernels.sm90.bytes16.f16",
 }
-BYTE_MODULES = {  # over bytes, by ``Record.arrangement``
+BYTE_MODULES = {  # over bytes, by ``Format.arrangement``
     ("sm_90a", "mix16", ("f32", 128, "own")): "dsl_kernels.sm90.bytes16.mix16",
     ("sm_90a", "mix8", ("f32", 128, "own")): "dsl_kernels.sm90.bytes16.mix8",
     ("sm_90a", "mix16", ("ue8m0", 64, "in v")): "dsl_kernels.sm90.bytes16.mix16_v4",
@@ -67,11 +67,11 @@ BYTE_MODULES = {  # over bytes, by ``Record.arrangement``
 }
 
 
-def module_of(arch: str, pipeline: str, record: Record) -> str | None:
+def module_of(arch: str, pipeline: str, format: Format) -> str | None:
     """The kernel module of a pipeline over a cache, None if there is none."""
-    if record.named:
-        return BYTE_MODULES.get((arch, pipeline, record.arrangement)) if record.sparse else None
-    return MODULES.get((arch, pipeline)) if record.one_scale else None
+    if format.named:
+        return BYTE_MODULES.get((arch, pipeline, format.arrangement)) if format.sparse else None
+    return MODULES.get((arch, pipeline)) if format.one_scale else None
 
 
 def _module(arch: str, values: Values) -> str | None:
@@ -82,8 +82,8 @@ def _module(arch: str, values: Values) -> str | None:
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Every row tile; of the FP8 cache also with fp32 results; of bytes the formats that records
-    say.  Not ``ON_REQUEST``."""
+    """Every row tile; of the FP8 cache also with fp32 results; of bytes the formats that
+    say so.  Not ``ON_REQUEST``."""
     modules = {p: module_of(arch, p, FORMATS[CACHES[p]]) for p in PIPELINES if p not in ON_REQUEST}
     own = [p for p, module in modules.items() if module]
     for pipeline, row_tile in ((p, tile) for p in own for tile in ROW_TILES[p]):

@@ -12,9 +12,9 @@ steps of 16 channels with a scale for each 8 of them, and 4 of RoPE in BF16; V i
 from __future__ import annotations
 
 from .dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from .record import ZEROS, Field, Record
+from .format import ZEROS, Field, Format
 
-FORMAT = "fp8_ds_mla"
+NAME = "fp8_ds_mla"
 GROUP = 128  # channels that share a scale
 GROUPS = KV_LORA_RANK // GROUP
 SCALES_AT = KV_LORA_RANK
@@ -22,8 +22,8 @@ ROPE_AT = SCALES_AT + 4 * GROUPS
 ROW_BYTES = ROPE_AT + 2 * QK_ROPE_HEAD_DIM  # 656
 LEAST_SCALE = 2.0**-126  # the smallest normal fp32: what a group of zeros is stored with
 
-RECORD = Record(
-    FORMAT,
+FORMAT = Format(
+    NAME,
     __name__,
     planes=(ROW_BYTES,),
     content=Field("e4m3", KV_LORA_RANK),

@@ -15,13 +15,13 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from .dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from .record import NO_TOKEN, Field, Record
+from .format import NO_TOKEN, Field, Format
 
 CONTENT = Field("e4m3", KV_LORA_RANK, plane=0)
 ROPE = Field("bf16", QK_ROPE_HEAD_DIM, plane=1)
 SCALE = Field("f32", 1, plane=2)
 
-RECORD = Record(
+FORMAT = Format(
     "fp8",
     __name__,
     planes=(CONTENT.nbytes, ROPE.nbytes, SCALE.nbytes),

@@ -90,9 +90,9 @@ class SplitRoom(NamedTuple):
         """Return the bounds for ``batch`` sequences that have ``total_q`` query tokens and
         ``total_k`` keys together."""
         of_keys = (total_k + (KEYS - 1) * batch) // (PIECE_TILES * KEYS)
-        slots = min(PIECES * min(batch, total_q), of_keys)  # row tiles times pieces
-        rows = min(PIECES * total_q, ROWS * slots)
-        return cls(batch, most_tiles(total_q, batch) + slots, slots // 2, rows)
+        splits = min(PIECES * min(batch, total_q), of_keys)  # row tiles times pieces
+        rows = min(PIECES * total_q, ROWS * splits)
+        return cls(batch, most_tiles(total_q, batch) + splits, splits // 2, rows)
 
     @property
     def list_words(self) -> int:

@@ -4,19 +4,19 @@
     [512, 528)   4 fp32 scales, one for each 128 channels
 
 ``fp8_ds_mla`` without its last 128 bytes, as FlashMLA's forks have it (V32_NO_ROPE): scales and
-what a scale of 0 says are that record's.  V4.1's rows have as many bytes.  K and V are the same 512
+what a scale of 0 says are that format's.  V4.1's rows have as many bytes.  K and V are the same 512
 channels: Q.K is 32 steps of 16 channels with a scale for each 8 of them.
 """
 
 from __future__ import annotations
 
 from .dims import KV_LORA_RANK
-from .record import ZEROS, Field, Record
+from .format import ZEROS, Field, Format
 
 GROUP = 128  # channels that share a scale
 GROUPS = KV_LORA_RANK // GROUP
 
-RECORD = Record(
+FORMAT = Format(
     "fp8_nope",
     __name__,
     planes=(KV_LORA_RANK + 4 * GROUPS,),

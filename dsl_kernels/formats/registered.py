@@ -1,8 +1,8 @@
-"""The formats of a paged cache that there are: one record each.
+"""The formats of a paged cache: one ``Format`` each.
 
-Which attention takes a format follows from its record's fields: ``sparse``, ``arrangement``.  What
+Which attention takes a format follows from its fields: ``sparse``, ``arrangement``.  What
 kernels make of the bytes stands beside them (``load/fp8_per_token.py``, ``load/latent16.py``,
-``cache/stored.py``, ``cache/byte_records.py``).  Standard library only.
+``cache/stored.py``, ``cache/byte_formats.py``).  Standard library only.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import ds_mla, fp8, nope, rows16, v4, v41
-from .record import Record
+from .format import Format
 
-Format = Record  # as hosts know it
 _FORMATS = (
-    fp8.RECORD, rows16.BF16, rows16.F16, ds_mla.RECORD, v4.RECORD, v41.PLANAR, v41.ROWS,
-    nope.RECORD,
+    fp8.FORMAT, rows16.BF16, rows16.F16, ds_mla.FORMAT, v4.FORMAT, v41.PLANAR, v41.ROWS,
+    nope.FORMAT,
 )  # fmt: skip
 FORMATS: dict[str, Format] = {each.name: each for each in _FORMATS}
-DEFAULT = fp8.RECORD.name  # what calls mean that name no format
-ROWS_OF_BYTES = ds_mla.RECORD.name  # what kernels over bytes read unless another one is named
+DEFAULT = fp8.FORMAT.name  # what calls mean that name no format
+ROWS_OF_BYTES = ds_mla.FORMAT.name  # what kernels over bytes read unless another one is named
 # ``model_type`` of models whose cache engines (vLLM, SGLang) keep in a format, where that is FP8.
 ENGINES_KEEP: dict[str, str] = {
-    "deepseek_v32": ds_mla.RECORD.name, "glm_moe_dsa": ds_mla.RECORD.name,
-    "deepseek_v4": v4.RECORD.name,
+    "deepseek_v32": ds_mla.FORMAT.name, "glm_moe_dsa": ds_mla.FORMAT.name,
+    "deepseek_v4": v4.FORMAT.name,
 }  # fmt: skip
 
 
@@ -32,7 +31,7 @@ class Names(Sequence[str]):
     """Names of the formats that a rule takes, as many as there are by now: values of an axis that
     knows a format as soon as ``FORMATS`` has it."""
 
-    def __init__(self, takes: Callable[[Record], Any]) -> None:
+    def __init__(self, takes: Callable[[Format], Any]) -> None:
         self._takes = takes
 
     def _now(self) -> tuple[str, ...]:

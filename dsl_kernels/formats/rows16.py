@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from .dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from .record import Field, Record
+from .format import Field, Format
 
 MODES = ("pages", "indices", "ragged")  # of fetch
 
 
-def _rows(name: str, element: str, **more: Any) -> Record:
+def _rows(name: str, element: str, **more: Any) -> Format:
     own = {"in_dtype": name}
-    return Record(
+    return Format(
         name,
         __name__,
         planes=(2 * HEAD_DIM_QK,),

@@ -1,6 +1,6 @@
-"""Sizes of FlashMLA's scheduling records, for kernels and host."""
+"""Sizes of FlashMLA's scheduler metadata, for kernels and host."""
 
 from __future__ import annotations
 
-RECORD_WORDS = 8
-MOST_PARTS = 1024  # records of a call, one a part
+META_WORDS = 8
+MOST_PARTS = 1024  # rows of a call, one a part

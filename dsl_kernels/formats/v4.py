@@ -14,14 +14,14 @@ with a scale for each 4 of them, and 4 of RoPE in BF16.
 from __future__ import annotations
 
 from .dims import QK_ROPE_HEAD_DIM
-from .record import Field, Record
+from .format import Field, Format
 
 GROUP, GROUPS = 64, 7  # channels that share a scale; groups of a token
 CONTENT = Field("e4m3", GROUP * GROUPS)
 ROPE = Field("bf16", QK_ROPE_HEAD_DIM, at=CONTENT.nbytes)
 SCALE_BYTES = 8  # of a token: a byte more than it has scales
 
-RECORD = Record(
+FORMAT = Format(
     "fp8_v4",
     __name__,
     planes=(CONTENT.nbytes + ROPE.nbytes, SCALE_BYTES),

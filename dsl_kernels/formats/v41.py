@@ -17,14 +17,14 @@ from __future__ import annotations
 from typing import Any
 
 from .dims import KV_LORA_RANK
-from .record import Field, Record
+from .format import Field, Format
 
 GROUP = 32  # channels that share a scale
 SCALES = KV_LORA_RANK // GROUP
 
 
-def _record(name: str, **bytes_of_it: Any) -> Record:
-    return Record(
+def _format(name: str, **bytes_of_it: Any) -> Format:
+    return Format(
         name,
         __name__,
         content=Field("e4m3", KV_LORA_RANK),
@@ -44,11 +44,11 @@ def _record(name: str, **bytes_of_it: Any) -> Record:
     )
 
 
-PLANAR = _record(
+PLANAR = _format(
     "fp8_v41_planar", planes=(KV_LORA_RANK, SCALES), scale=Field("ue8m0", SCALES, plane=1),
     page_multiple=512, elsewhere="there FlashMLA 07a1089 serves these pages",
 )  # fmt: skip
-ROWS = _record(
+ROWS = _format(
     "fp8_v41_rows", planes=(KV_LORA_RANK + SCALES,),
     scale=Field("ue8m0", SCALES, at=KV_LORA_RANK),
     elsewhere="there FlashMLA since 2e5429f serves these rows",

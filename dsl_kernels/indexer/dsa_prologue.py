@@ -36,7 +36,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ..blocks import compat, quant
 from ..blocks import rope as rotary
-from ..cache import append_bytes, byte_records, stored
+from ..cache import append_bytes, byte_formats, stored
 from ..cache.append_kv import append_token
 from ..formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from ..formats.index_cache import INDEX_DIM
@@ -103,8 +103,8 @@ class DsaPrologue:
         self.styles = Styles(
             bool(spec.hadamard), spec.rope_style == "neox", spec.index_style == "neox"
         )
-        if spec.record.named:
-            self.target = append_bytes.target_of(spec.record)
+        if spec.format.named:
+            self.target = append_bytes.target_of(spec.format)
 
     @cute.jit
     def planes(
@@ -132,7 +132,7 @@ class DsaPrologue:
         )  # fmt: skip
 
     @cute.jit
-    def records(
+    def as_bytes(
         self,
         kv: cute.Tensor,
         c_kv: cute.Tensor, k_rope: cute.Tensor, slot_mapping: cute.Tensor,
@@ -144,7 +144,7 @@ class DsaPrologue:
         kv_norm_eps: Float32, index_norm_eps: Float32, weight_scale: Float32, power_of_two: Int32,
         kv_power_of_two: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """Into a record of bytes; ``kv_power_of_two``: as ``append_kv``'s flag."""
+        """Into a format of bytes; ``kv_power_of_two``: as ``append_kv``'s flag."""
         norm = rotary.Norm(kv_norm_weight, kv_norm_eps)
         self._launch(
             self.target(kv, kv_power_of_two), Latents(c_kv, k_rope, slot_mapping, norm),
@@ -318,13 +318,13 @@ def _turn_rope(
     for i in cutlass.range_constexpr(ROPE_HEADS):
         turned = rotary.rotate(loaded[i], turns, lane, dt, neox)
         at = to + Int64(first + i) * out.stride[1]
-        byte_records.store_where(first + i < heads, at, turned)
+        byte_formats.store_where(first + i < heads, at, turned)
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
-    record = spec.record
-    if record.rope is None or record.content.count != KV_LORA_RANK:
+    format = spec.format
+    if format.rope is None or format.content.count != KV_LORA_RANK:
         return f"the norm and RoPE are of {KV_LORA_RANK} + {QK_ROPE_HEAD_DIM} channels"
     if spec.weights_dtype not in ("f32", spec.in_dtype):
         return f"weights are f32 or as the input, {spec.in_dtype}, not {spec.weights_dtype}"
@@ -333,10 +333,10 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
-    record, dt, rows = spec.record, compat.dtype(spec.in_dtype), compat.rows
+    format, dt, rows = spec.format, compat.dtype(spec.in_dtype), compat.rows
     n, heads, num_heads = (compat.sym(name=name) for name in ("n", "h", "num_heads"))
     u8, slot = compat.DTYPES["u8"], compat.dtype(spec.index_dtype)
-    cache = byte_records.fakes(record) if record.named else stored.fakes(record)
+    cache = byte_formats.fakes(format) if format.named else stored.fakes(format)
     fakes = {
         **cache,
         "c_kv": rows(dt, (n, KV_LORA_RANK)),
@@ -361,6 +361,6 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "power_of_two": Int32(0),
     }
     variant = DsaPrologue(spec)
-    if record.named:
-        return variant.records, fakes | {"kv_power_of_two": Int32(0)}
-    return (variant.rows if record.rows else variant.planes), fakes
+    if format.named:
+        return variant.as_bytes, fakes | {"kv_power_of_two": Int32(0)}
+    return (variant.rows if format.rows else variant.planes), fakes

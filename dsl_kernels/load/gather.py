@@ -71,12 +71,12 @@ class TokenLists(WorkList):
         """``Rows`` of item ``i``: of the token whose first row the item names, or, where each
         sequence has one, of that."""
         words = compat.load_words(work.work_items.iterator + (i * ITEM_WORDS + 4), 4)
-        of_slot = cute.arch.block_idx()[0] * rows_cta
+        of_split = cute.arch.block_idx()[0] * rows_cta
         first, hidden_from = Int32(words[0]), Int32(words[2])
         each = call.rows_each
         first = Int32(cutlass.select_(each > 0, batch * each, first))
         end = compat.at_most(first + call.by_heads.divisor, call.rows)
-        return Rows(first + of_slot, end, of_slot, hidden_from)
+        return Rows(first + of_split, end, of_split, hidden_from)
 
     def room(self, work):
         """Entries of a row."""

@@ -1,7 +1,7 @@
 """The ring of KV tiles, gathered from pages of a block table: loaders (loader.py) of dense decode
 over caches of bytes.
 
-As gather_records.py's, whose copies these are; but no list names tokens.  A place of a sequence is
+As gather_bytes.py's, whose copies these are; but no list names tokens.  A place of a sequence is
 token ``place % P`` of page ``block_table[sequence, place // P]``, for any P, and the lane that
 loads the entry works that out.  A page that the pool does not have is no token, at none of its
 places: nothing is read for it.
@@ -12,7 +12,7 @@ what the announcer makes of a tile's scales is there as the gathering kernel has
 rows that nobody named as zeros: no V is cleared behind a sequence's end.  Rows of a page lie side
 by side, so that the copies ask DRAM for the same bytes in the same order as boxes would.
 
-Roles and shared memory are gather_records.py's.
+Roles and shared memory are gather_bytes.py's.
 
 Timeline of a tile in the announcer: wait until it has landed | proxy fence | ``on_full`` | the
 entries of the next tile are asked for | full.  Across ``on_full`` there are no registers for them.
@@ -31,7 +31,7 @@ from ..blocks import compat
 from ..blocks.barriers import Ring
 from ..formats.dims import KV_LORA_RANK as D
 from .gather import CHUNK, HALF, LINE, copy
-from .gather_records import GatherRecords, Records
+from .gather_bytes import ByteRows, GatherBytes
 from .loader import Feed
 from .work_list import WorkList
 
@@ -68,7 +68,7 @@ class AnyPages(WorkList):
 
 
 class FromPages:
-    """Mixin that turns a loader of lists (gather_records.py, gather_v4.py) into one of pages; it
+    """Mixin that turns a loader of lists (gather_bytes.py, gather_v4.py) into one of pages; it
     comes before the loader among a class' bases."""
 
     stages: int
@@ -77,10 +77,10 @@ class FromPages:
     landed: Ring
 
     def source(self, tensors, layouts):
-        """``Records`` of the one tensor, whose ``count`` is of pages: what an entry names."""
+        """``ByteRows`` of the one tensor, whose ``count`` is of pages: what an entry names."""
         (rows,) = tensors
         pages, page_size, _ = rows.shape
-        return Records(rows, pages, compat.fast_divisor(page_size))
+        return ByteRows(rows, pages, compat.fast_divisor(page_size))
 
     def _entry(self, pages, tile, ahead):
         """The page of this lane's place of a tile, as it is in the table."""
@@ -102,7 +102,7 @@ class FromPages:
 
     @cute.jit
     def _announce(self, feed: Feed, on_full, tile_of_q, ahead):
-        """Run the announcer like ``GatherRecords._announce``, but load the next tile's entries
+        """Run the announcer like ``GatherBytes._announce``, but load the next tile's entries
         after ``on_full``: there are no registers to hold them during it."""
         lane, tokens = cute.arch.lane_idx(), feed.cache.source
         feed = feed._replace(mark=None)  # no function goes through the loops
@@ -136,16 +136,16 @@ class FromPages:
                 ahead(i + 1)
 
 
-class GatherPages(FromPages, GatherRecords):
-    """``GatherRecords`` whose rows come from pages."""
+class GatherPages(FromPages, GatherBytes):
+    """``GatherBytes`` whose rows come from pages."""
 
     def _lines(self, planes, at_c, at_r, page, offset, first):
         """Copy eight rows as the base class does, but with one address for a row's content and its
-        RoPE, if the record has RoPE."""
+        RoPE, if the format has RoPE."""
         if not self.rope:
             super()._lines(planes, at_c, at_r, page, offset, first)
             return
-        rope_ahead = self.record.rope.at - self.record.content.at
+        rope_ahead = self.format.rope.at - self.format.content.at
         for k in range(2):
             of = self._held(page, offset, first + 4 * k)
             source, size = self._source(planes[0], *of, CHUNK)

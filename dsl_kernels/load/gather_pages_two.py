@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class OnePool(FromPages):
     """``FromPages`` in front of a ``GatherTwo``."""
 
-    record: Any
+    format: Any
 
     def _planes_of(self, pool, second, of_line):
         """``Plane`` of data and of scales, which are in a plane of their own or behind content."""
-        planes, first = self.record.planes, Int64(pool.rows.iterator.toint())
+        planes, first = self.format.planes, Int64(pool.rows.iterator.toint())
         page, p = Uint32(pool.rows.stride[0]), Int32(pool.rows.shape[1])
-        data, scales = Uint32(planes[0]), Uint32(planes[self.record.scale.plane])
+        data, scales = Uint32(planes[0]), Uint32(planes[self.format.scale.plane])
         return (
             Plane(first + of_line, page, data),
             Plane(self._first_scale(first, p), page, scales),

@@ -1,6 +1,6 @@
 """The ring of KV tiles, gathered from DeepSeek V4's pages (v4.py): a loader (loader.py).
 
-As gather_records.py's, but for what follows.
+As gather_bytes.py's, but for what follows.
 
 Two lists.  A query token has a row of ``indices``, over one cache, and one of ``extra_indices``,
 over a second cache with pages of its own size; it attends to the union.  Tiles of the first list
@@ -15,7 +15,7 @@ eight places of the 32 banks.
 
 Shared memory, a stage of ``kc``: 3 x (64 x 128) lines | 64 x 64 half lines.
 
-Roles and timeline are gather_records.py's.
+Roles and timeline are gather_bytes.py's.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from ..blocks import compat
 from ..formats.dims import QK_ROPE_HEAD_DIM as R
-from ..formats.v4 import RECORD, ROPE
+from ..formats.v4 import FORMAT, ROPE
 from .gather import CHUNK, GROUP, HALF, LINE, Plane, TokenLists, copy
-from .gather_records import GatherRecords
+from .gather_bytes import GatherBytes
 from .work_list import NOWHERE, TwoWork
 
-LINES = RECORD.content.count // LINE  # whole ones of a token
+LINES = FORMAT.content.count // LINE  # whole ones of a token
 # Bit of a token's offset that says that its cache is the second one: pages have fewer tokens.
 SECOND = 1 << 30
 
@@ -98,8 +98,8 @@ class TwoLists(TokenLists):
         return lists, lists
 
 
-class GatherTwo(GatherRecords):
-    """``GatherRecords`` of two caches of one format."""
+class GatherTwo(GatherBytes):
+    """``GatherBytes`` of two caches of one format."""
 
     # ---------------------------------------------------------------- lists
 
@@ -150,8 +150,8 @@ class GatherTwo(GatherRecords):
 
     def _planes_of(self, pools, second, of_line):
         """``Plane`` of data and of scales of one cache: tokens lie apart as their planes say."""
-        scale = self.record.scale
-        data, scales = self.record.planes[0], self.record.planes[scale.plane]
+        scale = self.format.scale
+        data, scales = self.format.planes[0], self.format.planes[scale.plane]
         rows, extra = pools.rows, pools.extra_rows
         first = cutlass.select_(
             second, Int64(extra.iterator.toint()), Int64(rows.iterator.toint())
@@ -165,10 +165,10 @@ class GatherTwo(GatherRecords):
 
     def _first_scale(self, first, p):
         """Address of the scales of a cache's first token, whose page has ``p``."""
-        plane = self.record.scale.plane
+        plane = self.format.scale.plane
         if plane:
-            first = first + Int64(p) * self.record.begins(plane)
-        return first + self.record.scale.at if self.record.scale.at else first
+            first = first + Int64(p) * self.format.begins(plane)
+        return first + self.format.scale.at if self.format.scale.at else first
 
 
 class GatherV4(GatherTwo):
@@ -188,7 +188,7 @@ class GatherV4(GatherTwo):
         pools, of_line = planes
         data, scales = self._planes_of(pools, offset >= SECOND, of_line)
         offset = offset & Int32(SECOND - 1)
-        of_stage = stage * const_expr(tile * RECORD.content.nbytes)
+        of_stage = stage * const_expr(tile * FORMAT.content.nbytes)
         at_c, at_r, at_half = to[0] + of_stage, to[1] + stage * (tile * R * 2), to[3] + of_stage
         for g in cutlass.range(0, groups, unroll=1):
             self._token_lines(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from cutlass import Int32
 
-from .gather_records import GatherRecords
+from .gather_bytes import GatherBytes
 from .gather_v4 import SECOND, GatherTwo
 
 
@@ -21,4 +21,4 @@ class GatherV41(GatherTwo):
         pools, of_line = planes
         data, scales = self._planes_of(pools, offset >= SECOND, of_line)
         own = offset & Int32(SECOND - 1)
-        GatherRecords._copy(self, to, (data, data, scales), stage, page, own, groups, lane)
+        GatherBytes._copy(self, to, (data, data, scales), stage, page, own, groups, lane)

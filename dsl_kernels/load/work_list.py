@@ -1,9 +1,9 @@
 """The work list of a decode kernel, whatever its arch, cache format or MMA.
 
 A *part* (one CTA, or one cluster) walks its items; an item is (sequence, first tile, end tile,
-slot) and the *unit* of query rows that sees those tokens: a whole sequence's row blocks, or some of
-them.  Its result goes to ``out`` (slot -1) or to a slot of partial results.  Lengths and tables
-live on the device and are clamped here.
+split) and the *unit* of query rows that sees those tokens: a whole sequence's row blocks, or some
+of them.  Its result goes to ``out`` (split -1) or to a split of partial results.  Lengths and
+tables live on the device and are clamped here.
 
 Query rows are numbered over all sequences, in the memory order of the queries: row
 token * num_heads + head, where the tokens of a sequence are neighbours.  So ragged batches look
@@ -23,7 +23,7 @@ from ..blocks import compat
 from ..formats.dims import ITEM_WORDS
 
 LOG2E = math.log2(math.e)
-NOWHERE = 2**31 - 1  # slot of an item whose results are not stored
+NOWHERE = 2**31 - 1  # split of an item whose results are not stored
 
 
 class Work(NamedTuple):
@@ -88,14 +88,14 @@ class Rows(NamedTuple):
     Attributes:
         first: the first one.
         end: behind the sequence's last one; rows from here on are another's.
-        of_slot: place of the first one in a slot of partial results.
+        of_split: place of the first one in a split of partial results.
         hidden_from: no row of the item sees less than this many tokens, if ``row_limits`` tell.
         stands: 0 if the call's witness contradicts the item, whose results are then NaN.
     """
 
     first: Any
     end: Any
-    of_slot: Any
+    of_split: Any
     hidden_from: Any
     stands: Any = None
 
@@ -121,20 +121,20 @@ class WorkList:
 
     @cute.jit
     def item_at(self, work, i):
-        """(sequence, first tile, end tile, slot) of item ``i``, safe whatever the work list holds.
+        """(sequence, first tile, end tile, split) of item ``i``, safe whatever the work list holds.
 
         Every role reads items here, and so they agree about tiles, which are those of the block
         table: behind its end there are none.  An item of a sequence that is not there, or that
-        begins before the first tile, has none and goes nowhere; nor does one whose slot does not
+        begins before the first tile, has none and goes nowhere; nor does one whose split does not
         exist (``epilogue.write_rows``).
         """
         words = compat.load_words(work.work_items.iterator + i * ITEM_WORDS, 4)
-        batch, first, last, slot = (Int32(word) for word in words)
+        batch, first, last, split = (Int32(word) for word in words)
         last = compat.at_most(last, self.tiles_of(work))
         there = compat.unsigned(batch) < compat.unsigned(work.cache_seqlens.shape[0])
         if not (there & (first >= 0)):
-            batch, last, slot = Int32(0), first, Int32(NOWHERE)
-        return batch, first, last, slot
+            batch, last, split = Int32(0), first, Int32(NOWHERE)
+        return batch, first, last, split
 
     def room(self, work):
         """Tokens that a row of the table can name."""
@@ -154,12 +154,12 @@ class WorkList:
         ``first`` may be anything: compare it unsigned.
         """
         words = compat.load_words(work.work_items.iterator + (i * ITEM_WORDS + 4), 4)
-        of_slot = cute.arch.block_idx()[0] * rows_cta
+        of_split = cute.arch.block_idx()[0] * rows_cta
         first, end, hidden_from = (Int32(word) for word in words[:3])
         each = call.rows_each
         first = Int32(cutlass.select_(each > 0, batch * each, first))
         end = Int32(cutlass.select_(each > 0, first + each, compat.at_most(end, call.rows)))
-        return Rows(first + of_slot, end, of_slot, hidden_from)
+        return Rows(first + of_split, end, of_split, hidden_from)
 
     @cute.jit
     def witnessed_rows_at(self, work, call, i, batch, rows_cta: cutlass.Constexpr):
@@ -173,7 +173,7 @@ class WorkList:
         if const_expr(work.cu_seqlens_q is not None):  # noqa: SIM102 (only this is at compile time)
             if call.witness != 0:
                 stands, hidden_from = self.compared(work, call, i, batch, rows, rows_cta)
-        return Rows(rows.first, rows.end, rows.of_slot, hidden_from, stands)
+        return Rows(rows.first, rows.end, rows.of_split, hidden_from, stands)
 
     @cute.jit
     def compared(self, work, call, i, batch, rows, rows_cta: cutlass.Constexpr):

@@ -63,9 +63,9 @@ def length(cu_seqlens: Any, sequence: Any) -> Any:
 
 def pieces_of(s_q: Any, s_k: Any) -> Any:
     """Pieces that a sequence's keys are cut into; 1: it is not split."""
-    slots = cutlass.min((s_k + (KEYS - 1)) // KEYS // PIECE_TILES, PIECES)
+    splits = cutlass.min((s_k + (KEYS - 1)) // KEYS // PIECE_TILES, PIECES)
     row_tiles = cutlass.max((s_q + (ROWS - 1)) // ROWS, 1)
-    return cutlass.max(slots // row_tiles, 1)
+    return cutlass.max(splits // row_tiles, 1)
 
 
 def piece_begin(s_k: Any, pieces: Any, piece: Any) -> Any:

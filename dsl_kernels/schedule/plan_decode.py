@@ -6,14 +6,14 @@ last that any of them sees.  Usually a unit is a whole sequence.
 Roles        one CTA, a thread a unit. Warp w tries part capacity T0 + w; all threads number and
              write the items.
 Memory       dynamic shared, 72 KiB: for CHUNK units tile counts, running costs, first items,
-             last parts, first slots, and for each warp's capacity where every unit begins.
+             last parts, first splits, and for each warp's capacity where every unit begins.
              A batch of any size passes through in chunks.
 Timeline     wait for the previous grid
              | ragged queries, all: prefix sum of the sequences' units -> unit_begin
              | all: lengths to tiles, prefix sum of costs              -> lower bound T0; copies
              | warp w: greedy fill with T0 + w, a step a part boundary -> smallest T that fits
              | warp w: the same without cuts, of what is not much longer -> which takes less time
-             | all: prefix sums of items and slots
+             | all: prefix sums of items and splits
              | all: a thread an item: find its unit, write it, part_begin, split_begin
              Each step is made for all chunks in turn, if there is more than one.
 Bytes moved  4 a sequence read; 32 an item + 4 a part + 4 a unit + 4 a sequence written; 8 a unit
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 TOO_MANY = 1 << 24  # parts, of a warp that tries nothing
-# Nanoseconds of a merge beside one that finds nothing split, and of five rows of a slot (H200)
+# Nanoseconds of a merge beside one that finds nothing split, and of five rows of a split (H200)
 MERGE_NS, FIVE_ROWS_NS = 1200, 4
 
 
@@ -69,7 +69,7 @@ class Walk(NamedTuple):
 
     cost: Int32
     item: Int32
-    slot: Int32
+    split: Int32
     part: Int32  # of the last item so far, -1 before the first
 
 
@@ -161,12 +161,12 @@ def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
                 cute.arch.sync_threads()
         where = (first, here, row, capacity, share, stretches)
         walk = _emit(sm, lengths, tables, rule, where, walk)
-        walk = Walk(end_cost, walk.item, walk.slot, walk.part)
+        walk = Walk(end_cost, walk.item, walk.split, walk.part)
     left = (walk.part + stretches) // stretches
     for p in cutlass.range(left + tidx, parts + 1, THREADS, unroll=1):
         tables.part_begin[p] = walk.item
     for u in cutlass.range(count + tidx, room + 1, THREADS, unroll=1):
-        tables.split_begin[u] = walk.slot
+        tables.split_begin[u] = walk.split
 
 
 def _allocate() -> Smem:
@@ -352,19 +352,19 @@ def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, wa
         else:
             items = 1 + (number - sm.head[tidx, row] + (cap - 1)) // cap
             last = sm.part[tidx, row] + items - 1
-    slots = items if items > 1 else Int32(0)
-    item_end, slot_end, all_items, all_slots = scan(sm.sums, items, slots)
+    splits = items if items > 1 else Int32(0)
+    item_end, split_end, all_items, all_splits = scan(sm.sums, items, splits)
     sm.item[tidx] = item_end - items
     if tidx == 0:
         sm.item[CHUNK] = all_items
-    sm.slot[tidx] = walk.slot + slot_end - slots
+    sm.split[tidx] = walk.split + split_end - splits
     sm.last[tidx] = last
     if tidx < count:
-        tables.split_begin[first + tidx] = walk.slot + slot_end - slots
+        tables.split_begin[first + tidx] = walk.split + split_end - splits
     cute.arch.sync_threads()
     for i in cutlass.range(tidx, all_items, THREADS, unroll=1):
         _emit_item(sm, lengths, tables, rule, where, walk, i)
-    return Walk(walk.cost, walk.item + all_items, walk.slot + all_slots, sm.last[count - 1])
+    return Walk(walk.cost, walk.item + all_items, walk.split + all_splits, sm.last[count - 1])
 
 
 @cute.jit
@@ -413,14 +413,14 @@ def _emit_item(
         begin, end, part = _balanced_item(sm, at, q, row, capacity - rule.overhead)
         if q > 0:
             before = part - 1
-    slot = Int32(-1)
+    split = Int32(-1)
     if sm.item[at + 1] - sm.item[at] > 1:
-        slot = sm.slot[at] + q
+        split = sm.split[at] + q
     item = walk.item + i
     if item < tables.work_items.shape[0]:
         unit = unit_at(lengths, tables, rule, first + at)
         target = tables.work_items.iterator + item * ITEM_WORDS
-        what = (unit.batch, begin, end, slot)
+        what = (unit.batch, begin, end, split)
         compat.store_words(target, [Uint32(x) for x in what])
         whose = (unit.first, unit.end, unit.hidden_from, unit.most)
         compat.store_words(target + 4, [Uint32(x) for x in whose])

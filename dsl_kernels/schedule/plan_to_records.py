@@ -1,4 +1,4 @@
-"""plan_to_records: FlashMLA's scheduling records and split counts from a plan's tables.
+"""plan_to_records: FlashMLA's scheduler metadata and split counts from a plan's tables.
 
 Row p of ``records`` is what part p does: [first request, its first block, last request, the end
 block in it, piece of the first request, whether the first is split, whether the last is, 0].  A
@@ -26,7 +26,7 @@ from cutlass import Int32, cute
 from ..blocks import compat
 from ..blocks.prefix_sum import SUMS, THREADS, scan
 from ..formats.dims import ITEM_WORDS
-from ..formats.sched_meta import RECORD_WORDS
+from ..formats.sched_meta import META_WORDS
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -37,7 +37,7 @@ def plan_to_records(
     work_items: cute.Tensor,  # i32 (n_items, ITEM_WORDS)
     part_begin: cute.Tensor,  # i32 (parts + 1,)
     split_begin: cute.Tensor,  # i32 (b + 1,)
-    records: cute.Tensor,  # i32 (parts, RECORD_WORDS)
+    records: cute.Tensor,  # i32 (parts, META_WORDS)
     num_splits: cute.Tensor,  # i32 (b + 1,)
     stream: Any,
 ) -> None:
@@ -52,7 +52,7 @@ def _write(
     work_items: cute.Tensor,
     part_begin: cute.Tensor,
     split_begin: cute.Tensor,
-    records: cute.Tensor,
+    sched_meta: cute.Tensor,
     num_splits: cute.Tensor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
@@ -61,23 +61,23 @@ def _write(
     compat.pdl_wait()
     compat.pdl_launch_dependents()
     b, total = split_begin.shape[0] - 1, Int32(0)
-    for part in cutlass.range(tidx, records.shape[0], THREADS, unroll=1):
+    for part in cutlass.range(tidx, sched_meta.shape[0], THREADS, unroll=1):
         first, end = part_begin[part], part_begin[part + 1]
         words = (Int32(b), Int32(0), Int32(b), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
         if first < end:
             request, last = work_items[first, 0], work_items[end - 1, 0]
-            slot, first_split, last_split = work_items[first, 3], Int32(0), Int32(0)
+            split, first_split, last_split = work_items[first, 3], Int32(0), Int32(0)
             piece = Int32(0)
-            if slot >= 0:
-                piece, first_split = slot - split_begin[request], Int32(1)
+            if split >= 0:
+                piece, first_split = split - split_begin[request], Int32(1)
             if work_items[end - 1, 3] >= 0:
                 last_split = Int32(1)
             words = (
                 request, work_items[first, 1], last, work_items[end - 1, 2], piece, first_split,
                 last_split, Int32(0),
             )  # fmt: skip
-        for k in cutlass.range_constexpr(RECORD_WORDS):
-            records[part, k] = words[k]
+        for k in cutlass.range_constexpr(META_WORDS):
+            sched_meta[part, k] = words[k]
     for chunk in cutlass.range(0, b, THREADS, unroll=1):
         request, mine = chunk + tidx, Int32(0)
         if request < b:
@@ -99,7 +99,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "part_begin": compat.vector(i32, compat.sym(name="parts_plus_1")),
         "split_begin": compat.vector(i32, sequences),
         "records": compat.strided(
-            i32, (compat.sym(name="parts"), RECORD_WORDS), (compat.sym64(1), 1), 4
+            i32, (compat.sym(name="parts"), META_WORDS), (compat.sym64(1), 1), 4
         ),
         "num_splits": compat.vector(i32, sequences),
     }

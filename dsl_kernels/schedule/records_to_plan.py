@@ -1,27 +1,28 @@
-"""records_to_plan: a plan's tables from FlashMLA's scheduling records, whatever they hold.
+"""records_to_plan: a plan's tables from FlashMLA's scheduler metadata, whatever it holds.
 
-A record's beginning (request, 64-token block) is a *cut*: a position on the line of all requests'
-tiles under the current lengths, on which an empty request has one place too.  Part i takes what
-lies between cut i and cut i + 1; the first cut is 0, the last the end, and a cut that lies before
-its predecessor is moved there.  Ends, slots and flags of records are not read: slots are numbered
-anew.  So stale, sliced, hand-made or random records give other balance and the same results: every
-tile of the current lengths is in exactly one item, there are at most requests + parts - 1 items and
-2 * (parts - 1) slots, and records that FlashMLA made for these lengths give its own cuts.
+The beginning of a row of it (request, 64-token block) is a *cut*: a position on the line of all
+requests' tiles under the current lengths, on which an empty request has one place too.  Part i
+takes what lies between cut i and cut i + 1; the first cut is 0, the last the end, and a cut that
+lies before its predecessor is moved there.  Ends, splits and flags are not read, splits are
+numbered anew.  So stale, sliced, hand-made or random metadata give other balance and the same
+results: every tile of the current lengths is in exactly one item, there are at most requests +
+parts - 1 items and 2 * (parts - 1) splits, and those that FlashMLA made for these lengths give its
+own cuts.
 
 With several KV heads every request is one for each of them, sequence request * heads + head, and
-so is every part: part * heads + head has what its record says of that head.
+so is every part: part * heads + head has what its row says of that head.
 
 Roles        one CTA, a thread a request, a cut, a part, an item, in turn.
-Memory       dynamic shared, 16 KiB: for each cut its position, its request, slots and items before
+Memory       dynamic shared, 16 KiB: for each cut its position, its request, splits and items before
              it; sums of warps.  ``tile_begin`` is scratch in global memory: a position a request.
 Timeline     wait for the previous grid
              | requests: lengths to tiles, prefix sum      -> tile_begin
              | cuts: position, running maximum
-             | cuts: request by binary search; prefix sum of the slots that they open
+             | cuts: request by binary search; prefix sum of the splits that they open
              | parts: requests met, prefix sum             -> part_begin
-             | requests: slots before them, by binary search in the cuts -> split_begin
+             | requests: splits before them, by binary search in the cuts -> split_begin
              | items: part by binary search                -> work_items
-Bytes moved  8 a record, 4 a request read; 32 an item, 4 a part, 12 a request written.
+Bytes moved  8 a row of metadata, 4 a request read; 32 an item, 4 a part, 12 a request written.
 
 The rule in Python is ``snapmla.testing.reference_plan.records_reference``, whose output this kernel
 equals entry for entry.
@@ -39,7 +40,7 @@ from cutlass import Int32, Uint32, cute
 from ..blocks import compat
 from ..blocks.prefix_sum import SUMS, THREADS, scan, scan_max
 from ..formats.dims import ITEM_WORDS
-from ..formats.sched_meta import MOST_PARTS, RECORD_WORDS
+from ..formats.sched_meta import META_WORDS, MOST_PARTS
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -48,9 +49,9 @@ NOTHING_HIDDEN = 2**31 - 1  # first hidden token of an item whose rows have no l
 
 
 class Given(NamedTuple):
-    """Inputs: FlashMLA's scheduling records and the current lengths."""
+    """Inputs: FlashMLA's scheduler metadata and the current lengths."""
 
-    records: cute.Tensor  # i32 (parts, RECORD_WORDS), rows strided
+    sched_meta: cute.Tensor  # i32 (parts, META_WORDS), rows strided
     cache_seqlens: cute.Tensor  # i32 (b,)
 
 
@@ -78,14 +79,14 @@ class Smem(NamedTuple):
 
     cut: cute.Tensor  # its position
     request: cute.Tensor  # in which it lies; b at the end
-    slot: cute.Tensor  # slots, of one KV head, that it and those before it open
+    split: cute.Tensor  # splits, of one KV head, that it and those before it open
     item: cute.Tensor  # items, of one KV head, before its part
     sums: cute.Tensor  # ``prefix_sum.SUMS``
 
 
 @cute.jit
 def records_to_plan(
-    records: cute.Tensor,  # i32 (parts, RECORD_WORDS)
+    records: cute.Tensor,  # i32 (parts, META_WORDS)
     cache_seqlens: cute.Tensor,  # i32 (b,)
     tile_begin: cute.Tensor,  # i32 (b + 1,)
     work_items: cute.Tensor,  # i32 (n_items, ITEM_WORDS)
@@ -114,12 +115,12 @@ def _convert(given: Given, tables: Tables, rule: Rule) -> None:
     sm = _allocate()
     compat.pdl_wait()
     compat.pdl_launch_dependents()
-    parts = cutlass.min(Int32(given.records.shape[0]), MOST_PARTS)
+    parts = cutlass.min(Int32(given.sched_meta.shape[0]), MOST_PARTS)
     end = _place_requests(sm, given, tables, rule)
     _place_cuts(sm, given, tables, parts, end)
-    _open_slots(sm, given, tables, parts)
+    _open_splits(sm, given, tables, parts)
     _deal(sm, tables, rule, parts)
-    _number_slots(sm, given, tables, rule, parts)
+    _number_splits(sm, given, tables, rule, parts)
     items = cutlass.min(sm.item[parts] * rule.by_heads.divisor, tables.work_items.shape[0])
     for i in cutlass.range(tidx, items, THREADS, unroll=1):
         _emit(sm, given, tables, rule, parts, i)
@@ -162,7 +163,7 @@ def _place_cuts(sm: Smem, given: Given, tables: Tables, parts: Int32, end: Int32
         if i >= parts:
             cut = end
         elif i > 0:
-            request, block = given.records[i, 0], given.records[i, 1]
+            request, block = given.sched_meta[i, 0], given.sched_meta[i, 1]
             if request >= b:
                 cut = end
             elif request >= 0:
@@ -176,10 +177,10 @@ def _place_cuts(sm: Smem, given: Given, tables: Tables, parts: Int32, end: Int32
 
 
 @cute.jit
-def _open_slots(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
-    """Requests of the cuts, and the slots that they open.
+def _open_splits(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
+    """Requests of the cuts, and the splits that they open.
 
-    A cut inside a request begins a piece, which has a slot; the first such cut of a request gives
+    A cut inside a request begins a piece, which has a split; the first such cut of a request gives
     the piece before it one, too.  Cuts at the same place are one.
     """
     tidx, _, _ = cute.arch.thread_idx()
@@ -197,7 +198,7 @@ def _open_slots(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
         upto, _, all_opened, _ = scan(sm.sums, opened, Int32(0))
         if i <= parts:
             sm.request[i] = request
-            sm.slot[i] = total + upto
+            sm.split[i] = total + upto
         total += all_opened
     cute.arch.sync_threads()
 
@@ -205,7 +206,7 @@ def _open_slots(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
 @cute.jit
 def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
     """Items of the parts: the requests that lie between two cuts.  ``sm.item`` may be read behind
-    the next barrier, that of ``_number_slots``, which does not read it."""
+    the next barrier, that of ``_number_splits``, which does not read it."""
     tidx, _, _ = cute.arch.thread_idx()
     heads, total = rule.by_heads.divisor, Int32(0)
     for chunk in cutlass.range(0, parts, THREADS, unroll=1):
@@ -229,28 +230,28 @@ def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
 
 
 @cute.jit
-def _number_slots(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32) -> None:
+def _number_splits(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32) -> None:
     """Writes ``split_begin`` and ``planned_seqlens``."""
     tidx, _, _ = cute.arch.thread_idx()
     b, heads = given.cache_seqlens.shape[0], rule.by_heads.divisor
     for chunk in cutlass.range(0, b, THREADS, unroll=1):
         request = cutlass.min(chunk + tidx, b - 1)  # threads without one write the last one's, too
-        first = _slots_before(sm, parts, tables.tile_begin[request])
-        pieces = _slots_before(sm, parts, tables.tile_begin[request + 1]) - first
+        first = _splits_before(sm, parts, tables.tile_begin[request])
+        pieces = _splits_before(sm, parts, tables.tile_begin[request + 1]) - first
         tokens = given.cache_seqlens[request]
         if chunk + tidx < b:
             for head in cutlass.range(heads, unroll=1):
                 tables.split_begin[request * heads + head] = first * heads + head * pieces
                 tables.planned_seqlens[request * heads + head] = tokens
     if tidx == 0:
-        tables.split_begin[b * heads] = sm.slot[parts] * heads
+        tables.split_begin[b * heads] = sm.split[parts] * heads
     cute.arch.sync_threads()
 
 
 @cute.jit
-def _slots_before(sm: Smem, parts: Int32, position: Int32) -> Int32:
-    """Slots, of one KV head, of requests that end at a position or before."""
-    return sm.slot[_last_up_to(sm.cut, parts + 1, position)]
+def _splits_before(sm: Smem, parts: Int32, position: Int32) -> Int32:
+    """Splits, of one KV head, of requests that end at a position or before."""
+    return sm.split[_last_up_to(sm.cut, parts + 1, position)]
 
 
 @cute.jit
@@ -282,17 +283,17 @@ def _emit(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32, i: I
     request = sm.request[part] + rest
     begin, end = tables.tile_begin[request], tables.tile_begin[request + 1]
     first, last = cutlass.max(sm.cut[part], begin), cutlass.min(sm.cut[part + 1], end)
-    sequence, slot = request * heads + head, Int32(-1)
+    sequence, split = request * heads + head, Int32(-1)
     if (first > begin) | (last < end):
-        slot = tables.split_begin[sequence]
-        if first > begin:  # the cut of this part opened the slot
+        split = tables.split_begin[sequence]
+        if first > begin:  # the cut of this part opened the split
             before, _ = divmod(tables.split_begin[request * heads], rule.by_heads)
-            slot += sm.slot[part] - 1 - before
+            split += sm.split[part] - 1 - before
     last_tile = last - begin
     if given.cache_seqlens[request] <= 0:
         last_tile = Int32(0)  # its place on the line is no tile
     target = tables.work_items.iterator + i * ITEM_WORDS
-    what = (sequence, first - begin, last_tile, slot)
+    what = (sequence, first - begin, last_tile, split)
     compat.store_words(target, [Uint32(x) for x in what])
     whose = (sequence * rule.rows, (sequence + 1) * rule.rows, Int32(NOTHING_HIDDEN), Int32(0))
     compat.store_words(target + 4, [Uint32(x) for x in whose])
@@ -302,7 +303,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
     b = compat.sym(name="b")
-    records = (compat.sym(name="parts"), RECORD_WORDS)
+    records = (compat.sym(name="parts"), META_WORDS)
     fakes = {
         "records": compat.strided(i32, records, (compat.sym64(1), 1), 4),
         "cache_seqlens": compat.vector(i32, b),

@@ -78,7 +78,7 @@ class AcrossWarps:
         return m
 
     @cute.jit
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows):
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows):
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory: over the lanes by shuffles,
         over the warps as the maxima."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -103,7 +103,7 @@ class AcrossWarps:
         if ctid < self.rows_cta:
             total = (sums[ctid, 0] + sums[ctid, 1]) + (sums[ctid, 2] + sums[ctid, 3])
             inv_s[row_position(ctid, self.rows_cta)] = finish_row(
-                cta.gmem.results, cta.call, slot, rows, ctid, total, frame[ctid], self.log2_in
+                cta.gmem.results, cta.call, split, rows, ctid, total, frame[ctid], self.log2_in
             )
         # the next item's first block writes ``across`` again
         warps_meet(BARRIER, SOFTMAX_WARPS)

@@ -1,6 +1,6 @@
 """Notes in shared memory of where an item's results go, read at its end.
 
-Held across the item's tiles, slot and rows would take registers that there are not; to read the
+Held across the item's tiles, split and rows would take registers that there are not; to read the
 work list again would be a way to L2 before every item's last rows.  The softmax warps note them
 when an item begins, for P.V, which finds them behind the row sums, and for themselves if they have
 no registers either.  There is room for two items, as softmax begins the next item while P.V ends
@@ -17,7 +17,7 @@ from ..blocks.smem import array
 from ..load.work_list import Rows
 
 SOFTMAX_WARPS = 4
-ITEMS, WORDS = 2, 4  # slot, first row, end of the sequence's rows, whether it stands: read at once
+ITEMS, WORDS = 2, 4  # split, first row, end of the sequence's rows, whether it stands: read at once
 
 
 def note_fields() -> dict:
@@ -31,18 +31,18 @@ def _of(st, item, wwarp):
 
 
 @cute.jit
-def note(st, item, wwarp, slot, rows):
-    """Note slot and rows of the ``item``-th item; softmax warp ``wwarp`` calls this as the item
+def note(st, item, wwarp, split, rows):
+    """Note split and rows of the ``item``-th item; softmax warp ``wwarp`` calls this as the item
     begins."""
     mine = _of(st, item, wwarp)
     if cute.arch.lane_idx() == 0:
-        mine[0], mine[1], mine[2], mine[3] = slot, rows.first, rows.end, rows.stands
+        mine[0], mine[1], mine[2], mine[3] = split, rows.first, rows.end, rows.stands
     cute.arch.sync_warp()
 
 
 @cute.jit
 def noted(st, item, wwarp, rows_cta: cutlass.Constexpr):
-    """(slot, ``Rows``) of the ``item``-th item; ``hidden_from`` is not among them."""
+    """(split, ``Rows``) of the ``item``-th item; ``hidden_from`` is not among them."""
     mine = _of(st, item, wwarp)
-    of_slot = cute.arch.block_idx()[0] * rows_cta
-    return mine[0], Rows(mine[1], mine[2], of_slot, None, mine[3])
+    of_split = cute.arch.block_idx()[0] * rows_cta
+    return mine[0], Rows(mine[1], mine[2], of_split, None, mine[3])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.formats.record import Field, Record
+from dsl_kernels.formats.format import Field, Format
 from snapmla import checks
 
 BYTES = (torch.uint8, torch.int8, checks.FP8)  # dtypes that engines give the memory
@@ -24,7 +24,7 @@ DTYPES = {
 Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def check(record: Record, value: Any) -> None:
+def check(record: Format, value: Any) -> None:
     """Checks bytes of a pool, (pages, P, bytes of a token) or (pages, P, 1, bytes of a token)."""
     row = record.token_bytes
     head = (1,) if isinstance(value, torch.Tensor) and value.ndim == 4 else ()
@@ -48,7 +48,7 @@ def check(record: Record, value: Any) -> None:
         )
 
 
-def _check_alignment(record: Record, flat: torch.Tensor) -> None:
+def _check_alignment(record: Format, flat: torch.Tensor) -> None:
     """Checks that fields lie at multiples of 16 bytes: those of rows of whole tokens, or, where a
     page has several planes, those of pages."""
     if len(record.planes) == 1:
@@ -59,7 +59,7 @@ def _check_alignment(record: Record, flat: torch.Tensor) -> None:
     checks.aligned_rows("content", flat.as_strided((pages, tokens * row), (page, 1)))
 
 
-def rows_of(record: Record, value: torch.Tensor) -> torch.Tensor:
+def rows_of(record: Format, value: torch.Tensor) -> torch.Tensor:
     """Checked bytes as kernels take them, uint8 (pages, P, 1, bytes of a token): the same tensor
     where it is so.
 
@@ -73,7 +73,7 @@ def rows_of(record: Record, value: torch.Tensor) -> torch.Tensor:
     return kv if kv.shape == shape and kv.stride() == stride else kv.as_strided(shape, stride)
 
 
-def _whole(record: Record, pages: int, tokens: int, page: int) -> Any:
+def _whole(record: Format, pages: int, tokens: int, page: int) -> Any:
     """(shape, strides) of ``rows_of``'s tensor, whose pages lie ``page`` bytes apart."""
     row = record.token_bytes
     if pages == 1:  # pages of planes end where a multiple of 16 bytes does
@@ -81,7 +81,7 @@ def _whole(record: Record, pages: int, tokens: int, page: int) -> Any:
     return (pages, tokens, 1, row), (page, row, row, 1)
 
 
-def fields_of(record: Record, kv: torch.Tensor) -> Fields:
+def fields_of(record: Format, kv: torch.Tensor) -> Fields:
     """Content, RoPE and scales of ``rows_of``'s tensor, as views; RoPE of no channels, bfloat16, of
     a record without."""
     rope = record.rope or Field("bf16", 0, plane=record.content.plane)
@@ -92,7 +92,7 @@ def fields_of(record: Record, kv: torch.Tensor) -> Fields:
     return content, rope_view, scale
 
 
-def field_of(record: Record, kv: torch.Tensor, field: Field) -> torch.Tensor:
+def field_of(record: Format, kv: torch.Tensor, field: Field) -> torch.Tensor:
     """A field of every token of ``rows_of``'s tensor, (pages, P, elements)."""
     own = slice(field.at, field.at + field.nbytes)
     if len(record.planes) == 1:
@@ -104,13 +104,13 @@ def field_of(record: Record, kv: torch.Tensor, field: Field) -> torch.Tensor:
     return plane[..., own].view(DTYPES[field.dtype])
 
 
-def joined(record: Record, content: torch.Tensor) -> torch.Tensor:
+def joined(record: Format, content: torch.Tensor) -> torch.Tensor:
     """Whole rows from their content, as ``rows_of`` has them."""
     pages, tokens, _ = content.shape
     return _from_first(record, content, *_whole(record, pages, tokens, content.stride(0)))
 
 
-def _from_first(record: Record, content: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
+def _from_first(record: Format, content: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
     """Bytes of ``content``'s memory, from the first one of its first token on.
 
     Raises RuntimeError where the storage begins behind it or ends before.
@@ -121,7 +121,7 @@ def _from_first(record: Record, content: torch.Tensor, shape: Any, strides: Any)
     return own.as_strided(shape, strides, own.storage_offset() - ahead)
 
 
-def allocated(record: Record, pages: int, tokens: int, device: torch.device) -> torch.Tensor:
+def allocated(record: Format, pages: int, tokens: int, device: torch.device) -> torch.Tensor:
     """Fresh memory, whose pages are multiples of what engines have."""
     size = tokens * record.token_bytes
     page = -(-size // record.page_multiple) * record.page_multiple
@@ -129,7 +129,7 @@ def allocated(record: Record, pages: int, tokens: int, device: torch.device) -> 
     return memory[:, :size].unflatten(1, (tokens, 1, record.token_bytes))
 
 
-def check_fields(record: Record, content: Any, rope: Any, scale: Any) -> None:
+def check_fields(record: Format, content: Any, rope: Any, scale: Any) -> None:
     """Checks that three views are the fields of one pool's bytes."""
     width = record.content.count
     checks.tensor("content", content, (checks.FP8,), ("num_pages", "page_size", width))
@@ -159,7 +159,7 @@ def check_fields(record: Record, content: Any, rope: Any, scale: Any) -> None:
             checks.value_error(name, wanted, "others", whole)
 
 
-def check_scale_format(value: Any, record: Record) -> None:
+def check_scale_format(value: Any, record: Format) -> None:
     """Checks how scales of appended tokens are rounded."""
     checks.choice("scale_fmt", value, SCALE_FORMATS)
     if value is not None and not record.named:
@@ -167,6 +167,6 @@ def check_scale_format(value: Any, record: Record) -> None:
         checks.value_error("scale_fmt", f"None beside format {record.name!r}", repr(value), hint)
 
 
-def scale_format(value: str | None, record: Record) -> str | None:
+def scale_format(value: str | None, record: Format) -> str | None:
     """Scale format in effect: ``ue8m0`` if the cache's format has no other, else ``value``."""
     return "ue8m0" if record.powers else value

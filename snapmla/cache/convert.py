@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from dsl_kernels.formats.dims import CACHE_TOPS, E4M3_MAX
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS, Names
 from snapmla import checks
 from snapmla.cache.layouts import FP8
@@ -143,7 +143,7 @@ def _in_pool(name: str, numbers: torch.Tensor, cache: PagedKVCache, *, given: bo
         checks.value_error(name, f"0 to {cache.num_pages - 1}, pages of the cache", got, hint)
 
 
-def _rope_beside(record: Record) -> bool:
+def _rope_beside(record: Format) -> bool:
     """True if K has RoPE channels that V has not."""
     return record.rope is not None and not record.rope_in_v
 
@@ -189,7 +189,7 @@ def _converted(source: PagedKVCache, at: torch.Tensor, out: PagedKVCache) -> Fie
     return _scales_of_groups(target, values[..., :split], k_rope, not free)
 
 
-def _same_content(one: Record, other: Record) -> bool:
+def _same_content(one: Format, other: Format) -> bool:
     """True if content and scales of one are those of the other."""
     assert one.scale is not None and other.scale is not None
     of = lambda x: (x.content.count, x.group, x.scale.dtype, x.rope_in_v, x.zero_scale)
@@ -197,7 +197,7 @@ def _same_content(one: Record, other: Record) -> bool:
 
 
 def _values(
-    record: Record, content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor
+    record: Format, content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the channels of V, what else K has) in fp32."""
     factor = scale.float() if scale.ndim == content.ndim else scale[..., None]
@@ -224,7 +224,7 @@ def _one_scale(c_kv: torch.Tensor, k_rope: torch.Tensor) -> Fields:
 
 
 def _scales_of_groups(
-    record: Record, c_kv: torch.Tensor, k_rope: torch.Tensor, power_of_two: bool
+    record: Format, c_kv: torch.Tensor, k_rope: torch.Tensor, power_of_two: bool
 ) -> Fields:
     """Tokens (pages, P, ...) by the rule of ``append_kv`` for a record of bytes."""
     groups = c_kv.unflatten(-1, (-1, record.group))

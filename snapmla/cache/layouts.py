@@ -25,8 +25,8 @@ import torch
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from dsl_kernels.formats import fp8
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.formats.fp8 import RECORD
-from dsl_kernels.formats.record import ELEMENT_BYTES
+from dsl_kernels.formats.format import ELEMENT_BYTES
+from dsl_kernels.formats.fp8 import FORMAT
 from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 from snapmla.call import tracing
@@ -34,7 +34,7 @@ from snapmla.call import tracing
 FP8 = torch.float8_e4m3fn
 ROPE_BYTES = 2 * QK_ROPE_HEAD_DIM
 ROW_BYTES = KV_LORA_RANK + ROPE_BYTES  # 640
-TOKEN_BYTES = RECORD.token_bytes  # with the scale
+TOKEN_BYTES = FORMAT.token_bytes  # with the scale
 FIELDS = {"content": fp8.CONTENT, "rope": fp8.ROPE, "scale": fp8.SCALE}
 
 Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,7 +61,7 @@ def _strides(name: str, p: int) -> Strides:
     """Element strides of content, RoPE, scale where pages lie side by side: a tensor's planes make
     up its pages, fields of a plane a token's row."""
     found = {}
-    for tensor in RECORD.layouts[name]:
+    for tensor in FORMAT.layouts[name]:
         rows = [sum(FIELDS[field].nbytes for field in plane) for plane in tensor]
         for plane, row in zip(tensor, rows, strict=True):
             for field in plane:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import checks
 from snapmla.cache import quant
@@ -188,7 +188,7 @@ def check_angles(
     checks.aligned_rows("cos_sin_cache", cos_sin_cache)
 
 
-def check_rotated(record: Record, norm_weight: torch.Tensor | None) -> None:
+def check_rotated(record: Format, norm_weight: torch.Tensor | None) -> None:
     """Checks that tokens of a format may be rotated, and normalised, on their way."""
     if record.rope is None:
         hint = "rotate the tokens, then snapmla.append_kv"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 
 
@@ -13,7 +13,7 @@ def named_by_width(width: int) -> str:
     return "" if not names else f"format={' or '.join(names)} has {width} bytes a token"
 
 
-def tokens_of(record: Record) -> str:
+def tokens_of(record: Format) -> str:
     """Form in which ``append_kv`` takes tokens of a format: its two arguments, of a joint row."""
     content = record.content.count
     if not record.rope_channels:
@@ -24,7 +24,7 @@ def tokens_of(record: Record) -> str:
     )
 
 
-def fetched_of(record: Record) -> str:
+def fetched_of(record: Format) -> str:
     """Form in which ``fetch_dequant`` gives tokens of a format."""
     content, rope = record.content.count, record.rope_channels
     return (
@@ -33,7 +33,7 @@ def fetched_of(record: Record) -> str:
     )
 
 
-def query_of(record: Record) -> str:
+def query_of(record: Format) -> str:
     """Sentence about the channels of a query over a format."""
     channels, rope = record.channels, record.rope_channels
     parts = f"{channels - rope}, then {rope} of RoPE" if rope else "all of them its content's"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.formats.dims import ITEM_WORDS
-from dsl_kernels.formats.sched_meta import MOST_PARTS, RECORD_WORDS
+from dsl_kernels.formats.sched_meta import META_WORDS, MOST_PARTS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dense, rank
 from snapmla.cache.layouts import kernel_page_size
@@ -77,7 +77,7 @@ def made(cache_seqlens: torch.Tensor, rows: int, num_kv_heads: int) -> Pair:
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape)
 
-    records, num_splits = ints(parts, RECORD_WORDS), ints(batch + 1)
+    records, num_splits = ints(parts, META_WORDS), ints(batch + 1)
     if not batch:
         return records, num_splits
     # pages and the 16-bit dtype do not change what a tile takes
@@ -220,7 +220,7 @@ def check_records(value: Any, device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
         hint = "get_mla_metadata makes either"
         checks.type_error(NAME, "a FlashMLASchedMeta or a tensor", type(value).__name__, hint)
-    checks.tensor(NAME, value, (torch.int32,), ("num_sm_parts", RECORD_WORDS), device)
+    checks.tensor(NAME, value, (torch.int32,), ("num_sm_parts", META_WORDS), device)
     if not 0 < value.shape[0] <= MOST_PARTS:
         checks.value_error(NAME, f"1 to {MOST_PARTS} parts", value.shape[0])
     if value.stride(1) != 1:

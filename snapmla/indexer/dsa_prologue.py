@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.index_cache import HEADS, INDEX_DIM
-from dsl_kernels.formats.record import Record
 from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 from snapmla.cache import quant
@@ -206,7 +206,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
 _INSTEAD = "call append_kv and append_index_k on tokens that are normalised and rotated"
 
 
-def _check_format(record: Record) -> None:
+def _check_format(record: Format) -> None:
     """Checks that latents of 512 channels and 64 of RoPE apart go into a cache."""
     if record.rope is None or record.content.count != KV_LORA_RANK:
         wanted = f"a format of {KV_LORA_RANK} channels with RoPE apart"

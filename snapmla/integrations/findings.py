@@ -117,7 +117,7 @@ def behind_flashmla(
     """
     models = (
         Model(heads, dtype=cache, sparse=True, indexer=False, sparse_prefill=True, indices=())
-        for cache in (ds_mla.FORMAT, v4.RECORD.name)
+        for cache in (ds_mla.NAME, v4.FORMAT.name)
     )
     found = [
         spec for model in (*models, Model(dense or heads, dtype="bf16")) for spec in needs(model)

@@ -30,7 +30,7 @@ SCHEDULE = "of_snapmla"  # attribute of the engine's metadata
 SERVED = "sm_90a"
 MOST_SAID = 64  # lines of a name, as causes have shapes in them
 NVFP4, FP4 = 352, 288  # bytes of rows that FlashMLA reads on SM100 alone
-FORMATS = {ds_mla.RECORD.token_bytes: ds_mla.FORMAT, v4.RECORD.token_bytes: v4.RECORD.name}
+FORMATS = {ds_mla.FORMAT.token_bytes: ds_mla.NAME, v4.FORMAT.token_bytes: v4.FORMAT.name}
 INVARIANT = "batch-invariant mode: how ours cuts lists and sequences depends on the batch"
 Told = Mapping[str, Any]
 

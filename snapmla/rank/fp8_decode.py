@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES, TILES_OF, TWO_TERMS
-from dsl_kernels.formats.fp8 import RECORD
+from dsl_kernels.formats.fp8 import FORMAT
 from dsl_kernels.formats.rows16 import F16
 from dsl_kernels.spec import VariantSpec
 from snapmla.rank.cards import Card
@@ -59,7 +59,7 @@ FP8_DECODE = DecodeOp(
             why_two_terms=ONE_TERM,
         ),
     },
-    token_bytes=RECORD.token_bytes,
+    token_bytes=FORMAT.token_bytes,
     tensor_cycles=tensor_cycles,
     effective_tflops=effective_tflops,
     exact={"sm_90a": "f16"},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import checks
 from snapmla.cache.paged import PagedKVCache, expect_cache
@@ -129,7 +129,7 @@ def prefill_from_fp8(
     )  # fmt: skip
 
 
-def _hint(record: Record) -> str:
+def _hint(record: Format) -> str:
     """Advice for a cache of another format."""
     if record.rows:
         if record.lists_of_rows:

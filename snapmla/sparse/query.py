@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.formats.dims import QK_ROPE_HEAD_DIM
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from snapmla import checks
 
 Tensor = torch.Tensor
@@ -53,7 +53,7 @@ def as_given(q: Any) -> Any:
     return QueryPair(*q)
 
 
-def check_pair(q: QueryPair, record: Record) -> None:
+def check_pair(q: QueryPair, record: Format) -> None:
     """Checks both tensors of a query over a cache.
 
     Raises:

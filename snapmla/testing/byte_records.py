@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import E4M3_MAX
-from dsl_kernels.formats.record import ZEROS, Record
+from dsl_kernels.formats.format import ZEROS, Format
 from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 from snapmla.cache.byte_cache import DTYPES, Fields, fields_of
@@ -17,7 +17,7 @@ FRACTION, EXPONENT_AT = 0x7FFFFF, 23  # of an fp32 number
 NAN_CONTENT, NAN_SCALE, NAN_ROPE = 0x7F, 0x7FC00000, 0x7FFF  # bits in a token of NaN
 
 
-def quantize_tokens(record: Record, c: Tensor, rope: Tensor, power_of_two: bool) -> Fields:
+def quantize_tokens(record: Format, c: Tensor, rope: Tensor, power_of_two: bool) -> Fields:
     """Content, RoPE and scales as ``append_kv`` stores tokens.
 
     Args:
@@ -43,7 +43,7 @@ def quantize_tokens(record: Record, c: Tensor, rope: Tensor, power_of_two: bool)
     )
 
 
-def dequantize_tokens(record: Record, fields: Fields, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dequantize_tokens(record: Format, fields: Fields, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(c_kv, k_rope) as ``fetch_dequant`` gives them: content * scale in fp32, rounded to
     ``dtype``, and RoPE."""
     content, rope, scale = fields
@@ -117,7 +117,7 @@ def dequantize_pages(
     return c_kv.flatten(0, 1), k_rope.flatten(0, 1)
 
 
-def _record(fmt: str) -> Record:
+def _record(fmt: str) -> Format:
     """The record of a format of bytes."""
     checks.choice("fmt", fmt, [name for name, each in FORMATS.items() if each.named])
     return FORMATS[fmt]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsl_kernels.formats.ds_mla import RECORD, ROPE_AT, SCALES_AT
+from dsl_kernels.formats.ds_mla import FORMAT, ROPE_AT, SCALES_AT
 from snapmla.testing.byte_records import dequantize_tokens, quantize_tokens
 from snapmla.testing.rounding import FP8
 
@@ -29,7 +29,7 @@ def quantize_ds_mla_rows(c: Tensor, rope: Tensor, *, power_of_two: bool = False)
 
     Source: vLLM's ``concat_and_cache_ds_mla_kernel``; that such a token is NaN is our own.
     """
-    content, rope, scale = quantize_tokens(RECORD, c, rope, power_of_two)
+    content, rope, scale = quantize_tokens(FORMAT, c, rope, power_of_two)
     return torch.cat([x.contiguous().view(torch.uint8) for x in (content, scale, rope)], -1)
 
 
@@ -57,4 +57,4 @@ def dequantize_ds_mla_rows(
         rows[..., ROPE_AT:].contiguous().view(torch.bfloat16),
         rows[..., SCALES_AT:ROPE_AT].contiguous().view(torch.float32),
     )
-    return dequantize_tokens(RECORD, fields, dtype)
+    return dequantize_tokens(FORMAT, fields, dtype)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.formats.ds_mla import FORMAT as DS_MLA
 from dsl_kernels.formats.ds_mla import LEAST_SCALE
-from dsl_kernels.formats.ds_mla import RECORD as DS_MLA
-from dsl_kernels.formats.record import ZEROS, Record
+from dsl_kernels.formats.format import ZEROS, Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.cache import byte_cache
@@ -93,7 +93,7 @@ class RecordShape(SparseShape):
         )  # fmt: skip
 
 
-def poisoned_rows(pages: int, page_size: int, layout: str, record: Record = DS_MLA) -> Tensor:
+def poisoned_rows(pages: int, page_size: int, layout: str, record: Format = DS_MLA) -> Tensor:
     """(pages, P, bytes of a token) u8, every byte 0xFF."""
     token, whole = record.token_bytes, record.two_lists
     if layout == "padded" and not whole:
@@ -119,7 +119,7 @@ class RecordJob(SparseJob):
         return TWO_LISTS if self.record.two_lists else ARGUMENTS
 
     @property
-    def record(self) -> Record:
+    def record(self) -> Format:
         """The cache's format."""
         return FORMATS[self.spec.cache_dtype]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsl_kernels.formats import ds_mla
 from dsl_kernels.formats.dims import TOKEN_TILE
-from dsl_kernels.formats.record import ZEROS, Record
+from dsl_kernels.formats.format import ZEROS, Format
 from snapmla.cache import byte_cache
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
@@ -27,7 +27,7 @@ APART = 2.0**-40  # dsl_kernels/sm90/bytes16/mix16_parts.py
 Fields = tuple[Tensor, Tensor, Tensor]
 
 
-def fields_of(cache: Tensor, record: Record = ds_mla.RECORD) -> Fields:
+def fields_of(cache: Tensor, record: Format = ds_mla.FORMAT) -> Fields:
     """(e4m3 content (N, channels), scales (N, groups), RoPE (N, 64)) of all tokens of a cache
     (pages, P, bytes of a token) u8, in fp64.
 
@@ -63,7 +63,7 @@ class RecordCall(NamedTuple):
     counts: Tensor
     softmax_scale: float
     attn_sink: Tensor | None = None
-    record: Record = ds_mla.RECORD
+    record: Format = ds_mla.FORMAT
     extra: tuple[Tensor, Tensor, Tensor] | None = None
 
     def named(self, i: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ def _with_sink(call: RecordCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tens
 
 
 def _attend(
-    q: Tensor, record: Record, fields: Fields, row: Tensor, named: Tensor, group_sums: bool
+    q: Tensor, record: Format, fields: Fields, row: Tensor, named: Tensor, group_sums: bool
 ) -> tuple[Tensor, Tensor]:
     """(out (h, 512), lse (h,)) of scaled rows ``q`` (h, channels of K)."""
     heads, channels = len(q), record.channels if record.rope_in_v else record.content.count

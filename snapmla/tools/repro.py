@@ -211,7 +211,7 @@ def against_sparse_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     out, lse = out.flatten(0, 1)[:n], lse.transpose(0, 1).flatten(1)[:, :n]
     indices, scale = given["indices"].flatten(0, 1)[:n], given["softmax_scale"]
     if "q" in given:
-        query, record = given["q"], spec.record
+        query, record = given["q"], spec.format
         if "q_rope" in given and record is not None and record.rope is not None:
             rope = given["q_rope"][..., -QK_ROPE_HEAD_DIM:]  # of that tensor or of one of its own
             query = torch.cat([query[..., : record.content.count], rope], -1)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
-from dsl_kernels.formats.ds_mla import FORMAT
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.ds_mla import NAME as FORMAT
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 from snapmla.cache import byte_cache, layouts, quant
@@ -83,7 +83,7 @@ def _rows(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _record(cache_dtype: str) -> Record:
+def _record(cache_dtype: str) -> Format:
     """Looks up the format of bytes that sparse decode reads."""
     known = tuple(name for name in PIPELINES if FORMATS[name].named)
     checks.choice("cache_dtype", cache_dtype, known)

@@ -13,7 +13,7 @@ import torch
 
 import snapmla
 from codegen import closure
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache
@@ -38,7 +38,7 @@ KNOWN = [name for name, each in FORMATS.items() if each.named]
 IN_MATRIX = [name for name in KNOWN if FORMATS[name].appends]
 
 
-def tokens(record: Record, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(record: Format, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     c, r = samples.tokens_of(record, n)
     return c.bfloat16(), r.bfloat16()
 

@@ -23,12 +23,12 @@ from tests.support.rows import latents
 
 
 def fields_of(kv: torch.Tensor) -> byte_cache.Fields:
-    return byte_cache.fields_of(ds_mla.RECORD, kv)
+    return byte_cache.fields_of(ds_mla.FORMAT, kv)
 
 
 def rows_cache(pages: int, page_size: int, scale_fmt: str | None = None) -> PagedKVCache:
     """Tokens of every kind, with scales that other writers leave: 0 beside NaN, and tiny ones."""
-    cache = samples.poisoned_bytes(ds_mla.FORMAT, pages, page_size, scale_fmt)
+    cache = samples.poisoned_bytes(ds_mla.NAME, pages, page_size, scale_fmt)
     kv = cache.named_tensors["kv"]
     tokens = latents((pages * page_size,), torch.bfloat16)
     kv[:] = quantize_ds_mla_rows(*tokens).view(kv.shape)
@@ -40,7 +40,7 @@ def rows_cache(pages: int, page_size: int, scale_fmt: str | None = None) -> Page
 
 def unpacked(cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """c_kv and k_rope of all slots in fp32."""
-    if cache.format == ds_mla.FORMAT:
+    if cache.format == ds_mla.NAME:
         c, r = dequantize_ds_mla_rows(cache.named_tensors["kv"].squeeze(2), torch.float32)
     else:
         factor = cache.named_tensors["scale"][..., None]
@@ -78,7 +78,7 @@ def test_to_one_scale_as_the_kernel_does() -> None:
 
 def test_what_one_scale_loses() -> None:
     """The bounds that the docstring states, of groups as far apart as 2^20; and both are met."""
-    source, out = samples.poisoned_bytes(ds_mla.FORMAT, 4, 64), samples.poisoned_cache(4, 64)
+    source, out = samples.poisoned_bytes(ds_mla.NAME, 4, 64), samples.poisoned_cache(4, 64)
     c, r = torch.randn(256, 512), torch.randn(256, 64)
     c = c * torch.exp2(torch.randint(-20, 1, (256, 4)).float()).repeat_interleave(128, 1)
     kv = source.named_tensors["kv"]
@@ -98,7 +98,7 @@ def test_to_four_scales(layout: str) -> None:
     """Content and scale as they are, k_rope multiplied out and rounded."""
     source, out = (
         samples.poisoned_cache(3, 16, layout),
-        samples.poisoned_bytes(ds_mla.FORMAT, 3, 16),
+        samples.poisoned_bytes(ds_mla.NAME, 3, 16),
     )
     c, r = latents((48,), torch.bfloat16)
     content, rope, scale = quantize_rows(c, r, slots=torch.arange(48))
@@ -118,7 +118,7 @@ def test_to_powers_of_two() -> None:
     """Each group is quantised anew, as ``append_kv`` does."""
     source, out = (
         samples.poisoned_cache(2, 32),
-        samples.poisoned_bytes(ds_mla.FORMAT, 2, 32, "ue8m0"),
+        samples.poisoned_bytes(ds_mla.NAME, 2, 32, "ue8m0"),
     )
     c, r = latents((64,), torch.bfloat16)
     content, rope, scale = quantize_rows(c, r, slots=torch.arange(64))
@@ -138,8 +138,8 @@ def test_some_pages(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapmla.cache.convert.AT_ONCE", 16)
     rows, planes = rows_cache(5, 16), samples.poisoned_cache(6, 16, "paged")
     snapmla.convert_cache(rows, planes)  # the first five
-    source, out = (planes, samples.poisoned_bytes(ds_mla.FORMAT, 7, 16)) if back else (rows, planes)
-    whole = samples.poisoned_bytes(ds_mla.FORMAT, 7, 16) if back else samples.poisoned_cache(7, 16)
+    source, out = (planes, samples.poisoned_bytes(ds_mla.NAME, 7, 16)) if back else (rows, planes)
+    whole = samples.poisoned_bytes(ds_mla.NAME, 7, 16) if back else samples.poisoned_cache(7, 16)
     snapmla.convert_cache(source, whole)
     before = [part.clone() for part in parts(out)]
     pages, out_pages = torch.tensor([3, 0, 4]), torch.tensor([5, 2, 0], dtype=torch.int32)
@@ -155,7 +155,7 @@ def test_some_pages(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parts(cache: PagedKVCache) -> list[torch.Tensor]:
     """Its tensors as bytes or numbers that can be indexed."""
-    if cache.format == ds_mla.FORMAT:
+    if cache.format == ds_mla.NAME:
         return list(cache.named_tensors.values())
     return [cache.content_u8, cache.rope, cache.named_tensors["scale"]]
 
@@ -171,7 +171,7 @@ def test_pages_end_with_the_cache() -> None:
 
 def test_a_tracer_is_refused() -> None:
     with FakeTensorMode():
-        source = PagedKVCache.allocate(2, 64, device="cpu", dtype=ds_mla.FORMAT)
+        source = PagedKVCache.allocate(2, 64, device="cpu", dtype=ds_mla.NAME)
         out = PagedKVCache.allocate(2, 64, device="cpu")
         with pytest.raises(ValueError, match="^source: expected a cache with memory, got a tracer"):
             snapmla.convert_cache(source, out)

@@ -20,11 +20,11 @@ from tests.support.copies import COPIES
 from tests.support.needs import needs_compiler
 from tests.support.rows import latents
 
-FORMAT, ROW = ds_mla.FORMAT, ds_mla.ROW_BYTES
+FORMAT, ROW = ds_mla.NAME, ds_mla.ROW_BYTES
 
 
 def fields_of(kv: torch.Tensor) -> byte_cache.Fields:
-    return byte_cache.fields_of(ds_mla.RECORD, kv)
+    return byte_cache.fields_of(ds_mla.FORMAT, kv)
 
 
 def made(kv: Any, scale_fmt: str | None = None) -> PagedKVCache:
@@ -116,7 +116,7 @@ def test_a_width_tells_no_format(dtype: torch.dtype) -> None:
     kv = torch.zeros(4, 64, 1, ROW, dtype=torch.uint8).view(dtype)
     with pytest.raises((TypeError, ValueError), match="^format: expected .* 656 bytes a token"):
         PagedKVCache.from_tensors(kv)
-    content, rope, scale = fields_of(byte_cache.rows_of(ds_mla.RECORD, kv))
+    content, rope, scale = fields_of(byte_cache.rows_of(ds_mla.FORMAT, kv))
     with pytest.raises(ValueError, match=r"^scale: expected shape \(4, 64\), got \(4, 64, 4\)"):
         PagedKVCache.from_tensors(content, rope, scale)
     assert PagedKVCache(content, rope, scale, format=FORMAT).kv is not None

@@ -111,7 +111,7 @@ def test_modules_that_are_imported_later(
 
 
 def test_where_heads_stay_padded(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    formats = (v4.RECORD.name, ds_mla.FORMAT)
+    formats = (v4.FORMAT.name, ds_mla.NAME)
     served = lambda: {heads.served(16, cache) for cache in formats}
     assert served() == {True}
     with monkeypatch.context() as patched:

@@ -22,12 +22,12 @@ from tests.support.needs import TARGETS, needs_kernels
 from tests.support.rows import DTYPES, FP8, INDEX, device_of, joint, kernel, latents, outputs
 
 pytestmark = needs_kernels
-FORMAT, ROW = ds_mla.FORMAT, ds_mla.ROW_BYTES
+FORMAT, ROW = ds_mla.NAME, ds_mla.ROW_BYTES
 FLT_MIN = torch.finfo(torch.float32).tiny
 
 
 def fields_of(kv: Tensor) -> byte_cache.Fields:
-    return byte_cache.fields_of(ds_mla.RECORD, kv)
+    return byte_cache.fields_of(ds_mla.FORMAT, kv)
 
 
 def vllm_row(c: Tensor, r: Tensor, power_of_two: bool = False) -> Tensor:

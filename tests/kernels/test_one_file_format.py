@@ -25,7 +25,7 @@ from snapmla.runtime import variants
 from softgpu import Options, using
 from tests.support import ROOT
 from tests.support.needs import needs_compiler
-from tests.support.scales_in_front import RECORD
+from tests.support.scales_in_front import FORMAT
 
 pytestmark = needs_compiler
 BUILD = """
@@ -37,7 +37,7 @@ scales_in_front.register()
 for name in sys.argv[2:]:
     compile.build(VariantSpec.from_name(name), pathlib.Path(sys.argv[1]), linked=False)
 """
-KIND = f"kv{RECORD.name}_sm90a"
+KIND = f"kv{FORMAT.name}_sm90a"
 HELPERS = (f"append_kv_xbf16_ii32_{KIND}", f"fetch_dequant_xbf16_pages_{KIND}")
 NOPE, PAGE, LENGTHS = "fp8_nope", 64, (130, 66)
 WIDTH = max(LENGTHS)
@@ -46,7 +46,7 @@ CHECKED = Options(hazards="raise", seed=5)
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMATS, RECORD.name, RECORD)
+    monkeypatch.setitem(FORMATS, FORMAT.name, FORMAT)
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +83,20 @@ def test_it_is_one_short_file_that_nobody_names() -> None:
     packages = ("dsl_kernels", "codegen", "softgpu", "snapmla")
     product = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     assert len(product) > 300
-    words = (RECORD.name, "scales_in_front")
+    words = (FORMAT.name, "scales_in_front")
     assert not [p for p in product if any(word in p.read_text() for word in words)]
 
 
 def keys() -> dict[str, str]:
     """Keys of variants that read or write a cache, by name."""
-    specs = [spec for spec in matrix.points("sm_90a") if spec.record is not None]
+    specs = [spec for spec in matrix.points("sm_90a") if spec.format is not None]
     return {spec.name: compile.draft(spec).key for spec in specs}
 
 
 def test_registering_it_changes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     grown = keys()
-    monkeypatch.delitem(FORMATS, RECORD.name)
-    assert keys() == grown and not any(RECORD.name in name for name in grown)
+    monkeypatch.delitem(FORMATS, FORMAT.name)
+    assert keys() == grown and not any(FORMAT.name in name for name in grown)
 
 
 def test_a_file_beside_the_others_changes_no_key(
@@ -194,7 +194,7 @@ def test_its_tokens_are_nopes(build: Callable[..., None]) -> None:
     """Appended, fetched, converted and attended to by lists of 16 heads."""
     build(*HELPERS, f"sparse_decode_mix16_r16_obf16_{KIND}")
     with using(CHECKED):
-        nope, own = Filled(NOPE), Filled(RECORD.name)
+        nope, own = Filled(NOPE), Filled(FORMAT.name)
         assert_equal(own.fields(), nope.fields())
         raw = own.cache.kv[own.slots // PAGE, own.slots % PAGE, 0]
         assert torch.equal(raw[:, :16], nope.fields()[1])
@@ -202,7 +202,7 @@ def test_its_tokens_are_nopes(build: Callable[..., None]) -> None:
         read = [snapmla.fetch_dequant(x.cache, x.table, x.seqlens)[0] for x in (own, nope)]
         assert torch.equal(*read) and read[0].any()
         assert_equal(own.converted(NOPE), nope.fields())
-        assert_equal(nope.converted(RECORD.name), nope.fields())
+        assert_equal(nope.converted(FORMAT.name), nope.fields())
         assert_equal(own.converted("fp8"), nope.converted("fp8"))
         assert_equal(own.by_list(16), nope.by_list(16))
 
@@ -213,7 +213,7 @@ def test_attention_by_list_and_by_table(rows: int, build: Callable[..., None]) -
     ops = ("sparse_decode", "record_decode")
     build(*HELPERS, *(f"{op}_mix16_r{rows}_obf16_{KIND}" for op in ops))
     with using(CHECKED):
-        nope, own = Filled(NOPE), Filled(RECORD.name)
+        nope, own = Filled(NOPE), Filled(FORMAT.name)
         lists = nope.by_list(rows)
         assert lists[0].any() and lists[0].isfinite().all()
         assert_equal(own.by_list(rows), lists)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsl_kernels.formats.sched_meta import RECORD_WORDS
+from dsl_kernels.formats.sched_meta import META_WORDS
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import plan_reference, records_of, records_reference
 from softgpu import Options, using
@@ -28,7 +28,7 @@ CASES = [
 def test_records_of_plans(target: str, lengths: list[int], parts: int, overhead: int) -> None:
     device = device_of(target)
     plan = plan_reference(lengths, parts, 64, overhead)
-    records = torch.full((parts + 1, RECORD_WORDS + 1), 7, dtype=torch.int32, device=device)
+    records = torch.full((parts + 1, META_WORDS + 1), 7, dtype=torch.int32, device=device)
     splits = torch.full((len(lengths) + 2,), 7, dtype=torch.int32, device=device)
     tables = PlanTables.of(plan)
     with using(Options(hazards="raise")):

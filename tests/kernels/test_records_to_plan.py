@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsl_kernels.formats.dims import ITEM_WORDS
-from dsl_kernels.formats.sched_meta import MOST_PARTS, RECORD_WORDS
+from dsl_kernels.formats.sched_meta import META_WORDS, MOST_PARTS
 from snapmla.testing.reference_plan import records_reference
 from softgpu import Options, using
 from tests.support.needs import TARGETS, needs_kernels
@@ -42,14 +42,14 @@ def check(
     want = records_reference(records, lengths, max_tokens, 64, rows, heads)
     assert len(want.work_items) <= heads * (b + parts - 1)
     assert want.split_begin[-1] <= heads * 2 * (parts - 1)
-    wide = table(parts, RECORD_WORDS + room)  # rows of a larger table
-    wide[:, :RECORD_WORDS] = torch.tensor(records, dtype=torch.int32)
+    wide = table(parts, META_WORDS + room)  # rows of a larger table
+    wide[:, :META_WORDS] = torch.tensor(records, dtype=torch.int32)
     own = torch.tensor(lengths, dtype=torch.int32, device=device)
     items = table(heads * (b + parts - 1) + room, ITEM_WORDS)
     begin, split, planned = table(heads * parts + 1), table(heads * b + 1), table(heads * b)
     places = table(b + 1)
     kernel(target, op="records_to_plan")(
-        wide[:, :RECORD_WORDS], own, places, items, begin, split, planned, max_tokens, 64,
+        wide[:, :META_WORDS], own, places, items, begin, split, planned, max_tokens, 64,
         rows, heads,
     )  # fmt: skip
     assert [tuple(x) for x in items[: len(want.work_items)].tolist()] == want.work_items

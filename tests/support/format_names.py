@@ -116,19 +116,22 @@ def roots(node: ast.expr) -> set[str]:
 
 def constants(tree: ast.Module) -> set[str]:
     """Names of a module that are bound to formats, whether made there or imported."""
-    found = {"DEFAULT", "ROWS_OF_BYTES", "RECORD"}
+    found = {"DEFAULT", "ROWS_OF_BYTES", "FORMAT"}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("formats"):
             found |= {alias.asname or alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             found |= {a.asname or a.name for a in node.names if a.name == "FORMATS"}
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, int):
+                found.discard(node.targets[0].id)  # a file's own ``FORMAT`` is a version number
+                continue
             called = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "Names"
-            of_record = ast.unparse(node.value).endswith(("RECORD.name", "BF16.name", "F16.name"))
+            of_format = ast.unparse(node.value).endswith(("FORMAT.name", "BF16.name", "F16.name"))
             literals = isinstance(node.value, ast.Tuple) and all(
                 isinstance(x, ast.Constant) and x.value in FORMATS for x in node.value.elts
             )
-            if called or of_record or literals or roots(node.value) & found:
+            if called or of_format or literals or roots(node.value) & found:
                 found.add(node.targets[0].id)
     return found
 

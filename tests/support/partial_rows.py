@@ -32,20 +32,20 @@ class PartialRows:
     @cute.kernel
     def kernel(self, channels: cutlass.Constexpr, x: cute.Tensor, o_accum: cute.Tensor):
         tidx, _, _ = cute.arch.thread_idx()
-        row, slot, _ = cute.arch.block_idx()
+        row, split, _ = cute.arch.block_idx()
         run, runs = const_expr(8 if channels == 128 else 2), {}
         first = tidx * const_expr(128 if channels == 128 else 2)
         for c in cutlass.range_constexpr(0, 128 if channels == 128 else 2, run):
             values = cute.make_rmem_tensor((run,), Float32)
             for v in cutlass.range_constexpr(run):
-                values[v] = x[slot, row, first + c + v]
+                values[v] = x[split, row, first + c + v]
             runs[c] = values
         lane_bits = {16: (1, 2, 4), 64: (1, 2, 4, 8, 16), 128: ()}[channels]
         shared = Shared(lane_bits, first, {16: 1, 64: 4, 128: 8}[channels], first % channels == 0)
         zero = Int32(0)
         rows = Rows(zero, x.shape[1], zero, zero)
         results = Results(x, x, o_accum, x)
-        write_rows(results, slot, rows, (row, first), [Held(0, runs)], shared)
+        write_rows(results, split, rows, (row, first), [Held(0, runs)], shared)
 
 
 if __name__ == "__main__":

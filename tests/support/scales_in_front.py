@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsl_kernels.formats import nope
-from dsl_kernels.formats.record import Field
+from dsl_kernels.formats.format import Field
 from dsl_kernels.formats.registered import FORMATS
 
 _SCALES = Field("f32", 4)
-RECORD = replace(
-    nope.RECORD,
+FORMAT = replace(
+    nope.FORMAT,
     name="fp8_front",
     module=__name__,
     planes=(544,),
@@ -28,4 +28,4 @@ RECORD = replace(
 
 def register() -> None:
     """Makes the format one of the library's."""
-    FORMATS[RECORD.name] = RECORD
+    FORMATS[FORMAT.name] = FORMAT

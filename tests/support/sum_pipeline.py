@@ -96,7 +96,7 @@ class SumRows:
         limit = cute.make_rmem_tensor((self.rows,), Int32)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.work.item_at(work, i)
+            batch, first, last, split = self.work.item_at(work, i)
             rows = self.work.rows_at(work, call, i, batch, self.rows)
             for r in cutlass.range_constexpr(self.rows):
                 _, limit[r] = self.work.row_facts(work, call, batch, rows.first + r, rows.end)
@@ -114,7 +114,7 @@ class SumRows:
                 kst.advance()
             for r in cutlass.range_constexpr(self.rows):
                 if channel == 0:
-                    finish_row(results, call, slot, rows, r, Float32(1.0), 0.0)
+                    finish_row(results, call, split, rows, r, Float32(1.0), 0.0)
                 shared = Shared((1, 2, 4), channel, 1, channel % 16 == 0)  # of eight lanes
                 held = [Held(r, {0: total[None, r]})]
-                write_rows(results, slot, rows, (0, channel), held, shared)
+                write_rows(results, split, rows, (0, channel), held, shared)

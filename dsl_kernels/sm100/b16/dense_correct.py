@@ -43,7 +43,7 @@ class Correction:
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.p_stages)
         inv_phase = Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            batch, first, last, split = self.work.item_at(gmem.work, i)
             rows = self.work.rows_at(gmem.work, call, i, batch, self.form.rows)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             seqlen = self.work.seqlen_of(gmem.work, batch)
@@ -54,7 +54,7 @@ class Correction:
                 pst.advance()
             if first < last:
                 self.parts.wait_products(cta.st, pst)
-            self.write(cta, o_at, slot, rows, first < last, inv_phase)
+            self.write(cta, o_at, split, rows, first < last, inv_phase)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
@@ -80,7 +80,7 @@ class Correction:
             self.rings.corrected.arrive_full(st, pst.index)
 
     @cute.jit
-    def write(self, cta: Cta, o_at, slot, rows, there, inv_phase):
+    def write(self, cta: Cta, o_at, split, rows, there, inv_phase):
         """A thread's channels of its row, normalised, to memory; zeros unless ``there``."""
         tidx, _, _ = cute.arch.thread_idx()
         st, results, row = cta.st, cta.gmem.results, tidx % self.form.rows
@@ -103,7 +103,7 @@ class Correction:
                     for v in range(0, EXPONENT_CHANNELS, RUN)
                 }
                 shared = Shared((), channel + first + g, 1)
-                write_rows(results, slot, rows, (row, channel), [Held(0, runs)], shared)
+                write_rows(results, split, rows, (row, channel), [Held(0, runs)], shared)
         umma.wait_loads()  # of all: a product waits for its own registers by itself
         umma.before_sync()
         cute.arch.sync_warp()

@@ -116,7 +116,7 @@ def exchange(field, form: cutlass.Constexpr, buffer, row, wwarp, value, barrier_
 
 @cute.jit
 def finish_item(
-    form: cutlass.Constexpr, inv: cutlass.Constexpr, same_rows: cutlass.Constexpr, cta, slot, rows,
+    form: cutlass.Constexpr, inv: cutlass.Constexpr, same_rows: cutlass.Constexpr, cta, split, rows,
     inv_phase, running,
 ):  # fmt: skip
     """Row sums of an item -> 1/l for the warps that write its rows, LSE to memory.
@@ -133,7 +133,7 @@ def finish_item(
     if group_of(form, wwarp) == 0:
         inv.wait_empty(st, 0, inv_phase)
         inverses[row] = finish_row(
-            cta.gmem.results, cta.call, slot, rows, row, sum(sums[1:], sums[0]), running[0]
+            cta.gmem.results, cta.call, split, rows, row, sum(sums[1:], sums[0]), running[0]
         )
         cute.arch.sync_warp()
         if lane == 0:

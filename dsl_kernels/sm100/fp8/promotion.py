@@ -60,14 +60,14 @@ class Promotion:
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.p_stages)
         x_phase, inv_phase = Int32(0), Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            batch, first, last, split = self.work.item_at(gmem.work, i)
             o.fill(0.0)
             for _ in cutlass.range(first, last, unroll=1):
                 self.block(st, o, x_at, half, pst, x_phase)
                 x_phase = x_phase ^ 1
                 pst.advance()
             rows = self.work.rows_at(gmem.work, cta.call, i, batch, self.form.rows)
-            self.write_rows(cta, o, slot, rows, half, inv_phase)
+            self.write_rows(cta, o, split, rows, half, inv_phase)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
@@ -101,7 +101,7 @@ class Promotion:
                 )
 
     @cute.jit
-    def write_rows(self, cta: Any, o, slot, rows, half, inv_phase):
+    def write_rows(self, cta: Any, o, split, rows, half, inv_phase):
         """A thread's 128 channels of its row, normalised, to memory."""
         tidx, _, _ = cute.arch.thread_idx()
         st, results = cta.st, cta.gmem.results
@@ -119,7 +119,7 @@ class Promotion:
                 runs[c] = values
             # an exponent for more channels would keep their products alive beside O: spills
             shared = Shared((), channel + first, 1)
-            write_rows(results, slot, rows, (row, channel), [Held(0, runs)], shared)
+            write_rows(results, split, rows, (row, channel), [Held(0, runs)], shared)
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)

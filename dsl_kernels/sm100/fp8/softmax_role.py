@@ -94,7 +94,7 @@ class Softmax:
         running = cute.make_rmem_tensor((2,), Float32)  # frame, row sum of this thread's tokens
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            batch, first, last, split = self.work.item_at(gmem.work, i)
             rows = self.work.witnessed_rows_at(gmem.work, call, i, batch, self.form.rows)
             factor, limit = row_facts(self.work, gmem, call, batch, rows, row)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
@@ -114,7 +114,7 @@ class Softmax:
                 sst.advance()
                 pst.advance()
             softmax.finish_item(
-                self.form, self.rings.inv, self.same_rows, cta, slot, rows, inv_phase, running
+                self.form, self.rings.inv, self.same_rows, cta, split, rows, inv_phase, running
             )
             inv_phase = inv_phase ^ 1
 

@@ -70,7 +70,7 @@ class Form:
         """S -> P of one block, handed over; ``stages`` of Q and of the ring, and its phase."""
         raise NotImplementedError
 
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows) -> None:
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows) -> None:
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
         raise NotImplementedError
 
@@ -86,7 +86,7 @@ class Form:
         """O = gamma O + P V of one tile."""
         raise NotImplementedError
 
-    def write_rows(self, st, results, acc_O, slot, rows, half) -> None:
+    def write_rows(self, st, results, acc_O, split, rows, half) -> None:
         """Normalised O -> rows, the row sums being there."""
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ class Form:
         blocks, items = Int32(0), Int32(0)  # behind us
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             for x in cutlass.range_constexpr(n):
                 row = self.fragment.row_at(wwarp, tidx % 32, x)
@@ -155,7 +155,7 @@ class Form:
             ragged_from = cute.arch.make_warp_uniform(
                 self.parts.work.ragged_from(gmem.work, cta.call, batch, rows)
             )
-            note(cta.st, items, wwarp, slot, rows)
+            note(cta.st, items, wwarp, split, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             cta.q_pipe.consumer_wait(qst)
@@ -172,7 +172,7 @@ class Form:
             cta.q_pipe.consumer_release(qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
+            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, split, rows)
             items += 1
 
     @cute.jit
@@ -207,7 +207,7 @@ class Form:
                 kst.advance()
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
             INV_RING.wait_full(st, 0, items & 1)
-            slot, rows = noted(st, items, wwarp, self.rows_cta)
-            self.write_rows(st, gmem.results, acc_O, slot, rows, half)
+            split, rows = noted(st, items, wwarp, self.rows_cta)
+            self.write_rows(st, gmem.results, acc_O, split, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             items += 1

@@ -169,7 +169,7 @@ class ManyRows(Form):
         self.parts.p_ring.arrive_full_if(st, stage, lane == 0)
 
     @cute.jit
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows):
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows):
         tidx, _, _ = cute.arch.thread_idx()
         st, lane = cta.st, tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
@@ -182,7 +182,7 @@ class ManyRows(Form):
             if lane % 4 == 0:
                 row = ROWS_ON_M.row_at(wwarp, lane, i)
                 inv_s[row] = finish_row(
-                    cta.gmem.results, cta.call, slot, rows, row, total, m_ref[i]
+                    cta.gmem.results, cta.call, split, rows, row, total, m_ref[i]
                 )
         cute.arch.sync_warp()
         if lane == 0:
@@ -229,7 +229,7 @@ class ManyRows(Form):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def write_rows(self, st, results, acc_O, slot, rows, half):
+    def write_rows(self, st, results, acc_O, split, rows, half):
         tidx, _, _ = cute.arch.thread_idx()
         lane, quad = tidx % 32, tidx % 4
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
@@ -246,7 +246,7 @@ class ManyRows(Form):
                 # in place: another 64 registers there are not
                 acc[v], acc[v + 1] = acc[v] * inverse, acc[v + 1] * inverse
                 runs[8 * j] = cute.make_tensor(acc.iterator + v, cute.make_layout(2))
-            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared, woven)
+            write_rows(results, split, rows, at, [Held(8 * i, runs)], shared, woven)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

@@ -182,7 +182,7 @@ class FewRows(AcrossWarps, Form):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def write_rows(self, st, results, acc_O, slot, rows, half):
+    def write_rows(self, st, results, acc_O, split, rows, half):
         """Normalised O^T fragment -> rows: a thread has channels g and g + 8 of a row, and after an
         exchange with its neighbour of the next g two adjacent ones."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -207,7 +207,7 @@ class FewRows(AcrossWarps, Form):
                 pair[0], pair[1] = cutlass.select_(odd, got, low), cutlass.select_(odd, high, got)
                 runs[64 * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
-        write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared)
+        write_rows(results, split, rows, (2 * (lane % 4), channel), held, shared)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

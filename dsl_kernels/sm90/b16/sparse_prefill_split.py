@@ -40,7 +40,7 @@ def fake_args(spec: VariantSpec):
     made = sparse_prefill.fake_args(spec)
     h = made["q"].shape[1]
     names = ("b", "tokens", "slots", "units_plus_1")
-    b, tokens, slots, units1 = (compat.sym(name=name) for name in names)
+    b, tokens, splits, units1 = (compat.sym(name=name) for name in names)
     read = ("q", "kv", "indices", "topk_length", "attn_sink")
     return {
         **{name: made[name] for name in read},
@@ -48,8 +48,8 @@ def fake_args(spec: VariantSpec):
         "units": compat.units_fake(Int32),
         "out": compat.contiguous(compat.dtype("bf16"), (b, tokens, h, KV_LORA_RANK)),
         "lse": compat.contiguous(Float32, (b, h, tokens), 4),
-        "o_accum": compat.contiguous(Float32, (slots, h, KV_LORA_RANK)),
-        "lse_accum": compat.contiguous(Float32, (slots, h), 4),
+        "o_accum": compat.contiguous(Float32, (splits, h, KV_LORA_RANK)),
+        "lse_accum": compat.contiguous(Float32, (splits, h), 4),
         "softmax_scale": Float32(1.0),
         "lse_factor": Float32(1.0),
         "empty_lse": Float32(0.0),

@@ -13,7 +13,7 @@ and convert it on the way, four values in two instructions:
 Roles (4 warpgroups of 128 threads)
     wg 0  warps 0, 1, 3  gather rows (load/gather.py)
           warp 2         announcer: the tokens' scales -> log2, reciprocal, ratios; then full; has
-                         Q's tiles copied (load/gather_records.py, mix16_parts.py)
+                         Q's tiles copied (load/gather_bytes.py, mix16_parts.py)
     wg 1                 S^T, softmax, P^T to shared memory (mix16_softmax.py; 64 rows over
                          lists: P.V hears of it later, mix16_overlap.py)
     wg 2, 3              Q -> f16 (mix16_parts.py); P.V: O^T of half of d_v each, summed in the
@@ -64,7 +64,7 @@ from ...blocks import budget as bud
 from ...blocks.registers import claim_registers
 from ...blocks.smem import array, staged, struct_of
 from ...blocks.types import F16
-from ...entry.entries import RecordEntry
+from ...entry.entries import BytesEntry
 from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import QK_ROPE_HEAD_DIM as R
 from ...formats.dims import TOKEN_TILE as TILE
@@ -144,7 +144,7 @@ def barriers_of(spec: VariantSpec, parts: Parts) -> tuple[bud.Barrier, ...]:
 def build(spec: VariantSpec):
     parts = parts_of(spec)
     pipeline = Mix16(parts, softmax_of(spec, MixSoftmax)(parts), budget(spec))
-    return RecordEntry.exported(Decode(spec, pipeline))
+    return BytesEntry.exported(Decode(spec, pipeline))
 
 
 class Mix16(ProductsOfV):
@@ -270,8 +270,8 @@ class Mix16(ProductsOfV):
     def end_item(self, cta, acc_O, items, half, wwarp):
         """Rows of the ``items``-th item to memory, when their sums are there."""
         INV_RING.wait_full(cta.st, 0, items & 1)
-        slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
-        self.write_rows(cta.st, cta.gmem.results, acc_O, slot, rows, half, INV_RING)
+        split, rows = noted(cta.st, items, wwarp, self.rows_cta)
+        self.write_rows(cta.st, cta.gmem.results, acc_O, split, rows, half, INV_RING)
         self.parts.stamps.put(cta.gmem.results, Stamp.ROWS_WRITTEN + half)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""Pipeline ``mix16`` over records that are content alone: NoPE (mix16_nope.py) and DeepSeek V4.1
+"""Pipeline ``mix16`` over formats that are content alone: NoPE (mix16_nope.py) and DeepSeek V4.1
 (mix16_v41.py), whose RoPE channels are quantised as the others.
 
 As mix16.py, whose roles these are; K and V are the same 512 e4m3 channels, nothing is BF16 but the
@@ -16,7 +16,7 @@ Timeline of tile i (one stage of the K ring)
 Registers as mix16.py's.
 
 Shared memory, 64 rows and 3 stages (bytes)
-    Q 65536 | K ring 3 x (32768 content + what the record has of scales) | P 2 x 8192
+    Q 65536 | K ring 3 x (32768 content + what the format has of scales) | P 2 x 8192
     exchange, gamma, factors, 1/l, flags, barriers
 """
 
@@ -104,7 +104,7 @@ def budget_of(
     """
     rows = spec.row_tile
     producer, softmax, pv = registers[rows]
-    token = D + spec.record.scale_bytes + made_bytes
+    token = D + spec.format.scale_bytes + made_bytes
     tiles = parts.stages * TILE * token + rows * 2 * (parts.q_stages * D + P_STAGES * TILE)
     return bud.Budget(
         groups=(

@@ -168,7 +168,7 @@ class RowFrames:
             across[first + e, wwarp] = value
 
     @cute.jit
-    def finish_rows(self, cta, inv_phase, l_run, slot, rows):
+    def finish_rows(self, cta, inv_phase, l_run, split, rows):
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory.
 
         The warps meet once: ``across`` has been read when they met in ``move_frames``, and they
@@ -190,7 +190,7 @@ class RowFrames:
             four = [of_warps[own, w] for w in range(SOFTMAX_WARPS)]
             total = (four[0] + four[1]) + (four[2] + four[3])
             st.inv.get_tensor(cute.make_layout(size))[at] = finish_row(
-                cta.gmem.results, cta.call, slot, rows, own, total, frame, self.log2_in
+                cta.gmem.results, cta.call, split, rows, own, total, frame, self.log2_in
             )
         cute.arch.sync_warp()
         if lane == 0:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...entry.entries import RecordEntry
+from ...entry.entries import BytesEntry
 from ...formats.dims import KV_LORA_RANK as D
 from ..decode import Decode
 from ..roles import FEW_ROWS
@@ -47,4 +47,4 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec):
     parts = mix16.parts_of(spec, ContentParts)
     pipeline = mix16.Mix16(parts, ContentSoftmax(parts), budget(spec))
-    return RecordEntry.exported(Decode(spec, pipeline))
+    return BytesEntry.exported(Decode(spec, pipeline))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...entry.entries import PagedRecordEntry
+from ...entry.entries import PagedBytesEntry
 from ...load.gather_pages import AnyPages, GatherPages
 from ..decode import Decode
 from . import mix16, mix16_nope
 from .mix16_content import ContentParts, ContentSoftmax, infeasible_because
 from .mix16_limits import RowLimits
-from .mix16_pages import REGISTERS, QuietRecords
+from .mix16_pages import REGISTERS, QuietGroups
 
 if TYPE_CHECKING:
     from ...blocks import budget as bud
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def parts_of(spec: VariantSpec) -> ContentParts:
     """Make the pipeline's components: ``ContentParts`` of pages, with limits of rows."""
     return mix16.parts_of(
-        spec, ContentParts, work=AnyPages, loader=GatherPages, quiet=QuietRecords,
+        spec, ContentParts, work=AnyPages, loader=GatherPages, quiet=QuietGroups,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
 
@@ -46,4 +46,4 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec):
     parts = parts_of(spec)
     decode = Decode(spec, mix16.Mix16(parts, ContentSoftmax(parts), budget(spec)))
-    return PagedRecordEntry.exported(decode)
+    return PagedBytesEntry.exported(decode)

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from ...blocks.types import U32
-from ...entry.entries import PagedRecordEntry
+from ...entry.entries import PagedBytesEntry
 from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.ds_mla import GROUPS
@@ -67,15 +67,15 @@ def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
 
 def build(spec: VariantSpec):
     parts = mix16.parts_of(
-        spec, work=AnyPages, loader=GatherPages, quiet=QuietRecords,
+        spec, work=AnyPages, loader=GatherPages, quiet=QuietGroups,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
     decode = Decode(spec, mix16.Mix16(parts, MixSoftmax(parts), budget(spec)))
-    return PagedRecordEntry.exported(decode)
+    return PagedBytesEntry.exported(decode)
 
 
-class QuietRecords:
-    """``quiet`` of ``RecordScales``: clears V of groups whose scale is NaN, so that rows that do
+class QuietGroups:
+    """``quiet`` of ``GroupScales``: clears V of groups whose scale is NaN, so that rows that do
     not see the token stay finite."""
 
     def __init__(self, scales: Any):

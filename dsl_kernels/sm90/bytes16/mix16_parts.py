@@ -35,7 +35,7 @@ from ...formats.dims import QK_ROPE_HEAD_DIM as R
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.ds_mla import GROUPS, LEAST_SCALE, ROW_BYTES
 from ...load.gather import TokenLists
-from ...load.gather_records import GatherRecords
+from ...load.gather_bytes import GatherBytes
 from ...load.loader import Cache
 from ...load.planes import CacheFormat, Loaded, Plane
 from ...load.q_tiles import QTiles
@@ -122,7 +122,7 @@ def largest_of_warp(x):
     return Int32(cutlass.max(cute.arch.warp_redux_sync(bits, "max"), Int32(0))).bitcast(Float32)
 
 
-class RecordQueries(QTiles):
+class BytesQueries(QTiles):
     """Queries in one tensor (b, s_q, h, 576), or content and RoPE in one each; they come to L2 when
     they are asked for: ``tile_of_q.ahead(i)``.
 
@@ -375,7 +375,7 @@ class QueryRows:
             cute.autovec_copy(four, self._chunk(line, lane, first + c))
 
 
-class RecordScales:
+class GroupScales:
     """Scales of the tokens in the ring, field ``ks``, and what the announcer makes of them:
 
     facts    fp32 (4, token): log2 sigma, -inf if there is no token; 2^-40 / sigma; sigma of K, at
@@ -426,7 +426,7 @@ class RecordScales:
         return st.ratios.get_tensor(cute.make_layout((8, 4, self.groups, self.stages)))
 
     def maker(self, st):
-        """``on_full`` of the loader (gather_records.py)."""
+        """``on_full`` of the loader (gather_bytes.py)."""
 
         def make(stage, named, top):
             top = self._make(st, stage, named, top)
@@ -518,17 +518,17 @@ class Parts:
 
     def __init__(
         self, spec: VariantSpec, *, stages: int, q_stages: int, work: Any = TokenLists,
-        loader: Any = GatherRecords, queries: Any = QueryRows, scales: Any = RecordScales,
+        loader: Any = GatherBytes, queries: Any = QueryRows, scales: Any = GroupScales,
         quiet: Any = None, limits: Any = None,
     ):  # fmt: skip
         """Classes of the members; ``quiet``: what ``scales`` have; ``limits``: made."""
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
         self.work = work(TILE)
-        self.q_tiles = RecordQueries(
+        self.q_tiles = BytesQueries(
             self.q_format, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )
         self.loads = loader(
-            self.work, record=spec.record, stages=stages, q_stages=q_stages, readers=K_READERS,
+            self.work, format=spec.format, stages=stages, q_stages=q_stages, readers=K_READERS,
             by_lines=self.whole_lines or bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales, self.queries = scales(stages, quiet), queries(self.rows)

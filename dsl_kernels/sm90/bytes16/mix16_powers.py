@@ -24,7 +24,7 @@ from ...blocks.smem import array
 from ...blocks.types import U32
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.ds_mla import LEAST_SCALE
-from .mix16_parts import APART, SUM_FACTOR, RecordScales, larger_halves
+from .mix16_parts import APART, SUM_FACTOR, GroupScales, larger_halves
 
 EXPONENT_AT, EXPONENT_BIAS = 23, 127  # of an fp32 number
 NO_NUMBER = 255
@@ -74,8 +74,8 @@ def no_numbers(word):
     return seven & word & Uint32(0x80808080)
 
 
-class PowerScales(RecordScales):
-    """``RecordScales`` of powers of two, field ``ks``, four a word; one ratio of each serves K and
+class PowerScales(GroupScales):
+    """``GroupScales`` of powers of two, field ``ks``, four a word; one ratio of each serves K and
     V.
 
     Attributes:

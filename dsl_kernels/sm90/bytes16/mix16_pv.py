@@ -145,7 +145,7 @@ class ProductsOfV:
                 first_half_read()  # behind a use of its words: before one, ldmatrix may still read
 
     @cute.jit
-    def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):
+    def write_rows(self, st, results, acc_O, split, rows, half, frees: cutlass.Constexpr = None):
         """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1 of 16
         channels, of which a warp has four times as many, one after the other.
 
@@ -172,7 +172,7 @@ class ProductsOfV:
                     pair[e] = acc_O[d][v + 2 * e] * self.sum_factor * inverse
                 runs[16 * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
-        write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared, woven)
+        write_rows(results, split, rows, (2 * (lane % 4), channel), held, shared, woven)
         if const_expr(frees is not None):
             cute.arch.sync_warp()
             if lane == 0:

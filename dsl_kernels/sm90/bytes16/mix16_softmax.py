@@ -98,16 +98,16 @@ class MixSoftmax(RowFrames):
         blocks, items = Int32(0), Int32(0)  # behind us
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
-            note(cta.st, items, wwarp, slot, rows)
+            note(cta.st, items, wwarp, split, rows)
             facts = self.begin_item(cta, qst, batch, rows, l_run, wwarp)
             kst, blocks = self.tiles(cta, tools, (first, last), (qst, kst, blocks), l_run, facts)
             self.end_queries(cta, qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
-            self.finish_rows(cta, (items & 1) ^ 1, l_run, slot, rows)
+            split, rows = noted(cta.st, items, wwarp, self.rows_cta)
+            self.finish_rows(cta, (items & 1) ^ 1, l_run, split, rows)
             items += 1
 
     def begin_item(self, cta, qst, batch, rows, l_run, wwarp):

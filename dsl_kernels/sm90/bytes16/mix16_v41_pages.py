@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Uint32
 
 from ...blocks.types import U32
-from ...entry.entries import PagedRecordEntry
+from ...entry.entries import PagedBytesEntry
 from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.v41 import GROUP
@@ -107,4 +107,4 @@ def build(spec: VariantSpec):
     parts = parts_of(spec)
     softmax = V41Softmax(parts, UNIT_STEPS)
     decode = Decode(spec, Mix16V41(parts, softmax, budget(spec)))
-    return PagedRecordEntry.exported(decode)
+    return PagedBytesEntry.exported(decode)

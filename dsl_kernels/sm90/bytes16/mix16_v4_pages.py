@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Uint32
 
 from ...blocks.types import U32
-from ...entry.entries import PagedRecordEntry
+from ...entry.entries import PagedBytesEntry
 from ...formats.dims import QK_ROPE_HEAD_DIM as R
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.v4 import GROUPS
@@ -53,7 +53,7 @@ def build(spec: VariantSpec):
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
     decode = Decode(spec, ProductsOfV4(parts, V4Softmax(parts), budget(spec)))
-    return PagedRecordEntry.exported(decode)
+    return PagedBytesEntry.exported(decode)
 
 
 class QuietV4:

@@ -301,7 +301,7 @@ class ProductsOfV4(mix16.Mix16):
     # ---------------------------------------------------------------- rows
 
     @cute.jit
-    def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):
+    def write_rows(self, st, results, acc_O, split, rows, half, frees: cutlass.Constexpr = None):
         """Normalised O^T fragment, as ``align`` leaves it, -> rows: fragment rows g and g + 8 are
         d = 2g and 2g + 1 of a block's 16 channels."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -323,7 +323,7 @@ class ProductsOfV4(mix16.Mix16):
                     pair[e] = pair[e] * inverse
                 runs[step * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
-        write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared, woven)
+        write_rows(results, split, rows, (2 * (lane % 4), channel), held, shared, woven)
         if const_expr(frees is not None):
             cute.arch.sync_warp()
             if lane == 0:

@@ -35,7 +35,7 @@ from ...blocks import budget as bud
 from ...blocks import compat
 from ...blocks.compat import wgmma_fence
 from ...blocks.types import BF16, F8, U32
-from ...entry.entries import RecordEntry
+from ...entry.entries import BytesEntry
 from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.ds_mla import GROUPS
@@ -49,8 +49,8 @@ from .mix16_parts import (
     EXPONENT_BIAS,
     HALF,
     LINE,
+    GroupScales,
     QueryRows,
-    RecordScales,
     larger_halves,
     times_bf16,
 )
@@ -82,7 +82,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 def build(spec: VariantSpec):
     parts = mix16.parts_of(spec, queries=QueryE4m3, scales=FencedScales)
     pipeline = mix16.Mix16(parts, softmax_of(spec, Fp8Scores)(parts), budget(spec))
-    return RecordEntry.exported(Decode(spec, pipeline))
+    return BytesEntry.exported(Decode(spec, pipeline))
 
 
 @compat.dsl_user_op
@@ -155,12 +155,12 @@ class QueryE4m3(QueryRows):
         return (word << Uint32(16)).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
 
 
-class FencedScales(RecordScales):
-    """``RecordScales`` beside content that WGMMAs read."""
+class FencedScales(GroupScales):
+    """``GroupScales`` beside content that WGMMAs read."""
 
     @cute.jit
     def _clear(self, st, stage, s):
-        RecordScales._clear(self, st, stage, s)
+        GroupScales._clear(self, st, stage, s)
         cute.arch.fence_proxy("async.shared", space="cta")
 
 

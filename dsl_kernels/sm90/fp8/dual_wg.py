@@ -182,7 +182,7 @@ class DualWg:
         )
         qst, ka, pst = consumer(1), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, call, i, batch, ROWS)
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = row_facts(
@@ -211,7 +211,7 @@ class DualWg:
             rows = self.parts.work.witnessed_rows_at(
                 gmem.work, call, i, batch, ROWS
             )  # again: registers
-            self.finish_item(me, st, acc_O, m_ref, l_run, gmem.results, call, slot, rows)
+            self.finish_item(me, st, acc_O, m_ref, l_run, gmem.results, call, split, rows)
 
     def vt_view(self, st):
         l_vt = self.vt_layout()
@@ -414,7 +414,7 @@ class DualWg:
         warpgroup.commit_group()
 
     @cute.jit
-    def finish_item(self, me, st, acc_O, m_ref, l_run, results, call, slot, rows):
+    def finish_item(self, me, st, acc_O, m_ref, l_run, results, call, split, rows):
         """BlockReduceSum of l over both warpgroups, normalise, write rows and LSE."""
         tidx, _, _ = cute.arch.thread_idx()
         quad, local = tidx % 4, self.thread_row()
@@ -433,7 +433,7 @@ class DualWg:
             inverse = Float32(0.0) if total == 0.0 else inverse
             inverse = Float32(cutlass.select_(rows.stands != 0, inverse, Float32(math.nan)))
             if me == 0 and quad == 0:
-                finish_row(results, call, slot, rows, row, total, m_ref[i])
+                finish_row(results, call, split, rows, row, total, m_ref[i])
             # a quad has the warpgroup's 256 channels of a row: one exponent, a quarter a lane
             shared = Shared((1, 2), me * (D // 2) + 64 * quad, 4)
             runs = {}
@@ -444,6 +444,6 @@ class DualWg:
                         four[v] = acc_O[d][4 * (j + v // 2) + 2 * i + v % 2] * inverse
                     runs[64 * d + 8 * j] = four
             at = (local, me * (D // 2) + 4 * quad)
-            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared)
+            write_rows(results, split, rows, at, [Held(8 * i, runs)], shared)
         # ``sums`` is written again by the next item
         warps_meet(Barrier.BOTH, MATH_WARPS)

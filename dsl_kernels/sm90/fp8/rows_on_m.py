@@ -190,7 +190,7 @@ class ManyRowsSoftmax(SoftmaxRole):
         P_RING.arrive_full_if(st, buf, lane == 0)
 
     @cute.jit
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows):
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows):
         """Sums over the lanes of a quad by shuffles."""
         tidx, _, _ = cute.arch.thread_idx()
         st, lane = cta.st, tidx % 32
@@ -204,7 +204,7 @@ class ManyRowsSoftmax(SoftmaxRole):
             if lane % 4 == 0:
                 row = wwarp * 16 + lane // 4 + 8 * i
                 inv_s[row_position(row, self.rows_cta)] = finish_row(
-                    cta.gmem.results, cta.call, slot, rows, row, total, m_ref[i]
+                    cta.gmem.results, cta.call, split, rows, row, total, m_ref[i]
                 )
         cute.arch.sync_warp()
         if lane == 0:

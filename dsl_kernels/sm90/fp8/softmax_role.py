@@ -87,14 +87,14 @@ class SoftmaxRole:
         blocks, items = Int32(0), Int32(0)  # behind us
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             for x in cutlass.range_constexpr(n_rows):
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, cta.call, batch, rows, row_of[x]
                 )
             if const_expr(not self.parts.few_rows):
-                note(cta.st, items, wwarp, slot, rows)
+                note(cta.st, items, wwarp, split, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             ragged_from = cute.arch.make_warp_uniform(
@@ -109,8 +109,8 @@ class SoftmaxRole:
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
             if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
-                slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
-            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
+                split, rows = noted(cta.st, items, wwarp, self.rows_cta)
+            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, split, rows)
             items += 1
 
     def wait_q(self, cta, qst) -> None:
@@ -126,7 +126,7 @@ class SoftmaxRole:
         """Tiles ``span`` of an item: ``states`` of Q, K and P advance, ``rows_out`` is updated."""
         raise NotImplementedError
 
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows) -> None:
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows) -> None:
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
         raise NotImplementedError
 

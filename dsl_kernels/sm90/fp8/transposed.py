@@ -206,7 +206,7 @@ class Etap:
         items = Int32(0)  # behind us
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.rows_at(gmem.work, call, i, batch, self.rows_cta)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
@@ -230,8 +230,8 @@ class Etap:
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
             INV_RING.wait_full(st, 0, items & 1)
             if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
-                slot, rows = noted(st, items, wwarp, self.rows_cta)
-            self.write_rows(st, gmem.results, acc_O, slot, rows, half)
+                split, rows = noted(st, items, wwarp, self.rows_cta)
+            self.write_rows(st, gmem.results, acc_O, split, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             items += 1
 
@@ -289,7 +289,7 @@ class Etap:
         warpgroup.commit_group()
 
     @cute.jit
-    def write_rows(self, st, results, acc_O, slot, rows, half):
+    def write_rows(self, st, results, acc_O, split, rows, half):
         """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1 of 16
         channels, of which a warp has four times as many, one after the other."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -312,7 +312,7 @@ class Etap:
                 runs[16 * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
         at = (2 * (lane % 4), channel)
-        write_rows(results, slot, rows, at, held, shared, woven)
+        write_rows(results, split, rows, at, held, shared, woven)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

@@ -19,7 +19,7 @@ import torch
 
 from dsl_kernels.formats import ds_mla, nope, v4
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
 from snapmla.cache import byte_cache
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 KEPT = 64  # plans without lengths that no graph holds
-_RECORDS = {record.token_bytes: record for record in (ds_mla.RECORD, v4.RECORD)}
+_RECORDS = {record.token_bytes: record for record in (ds_mla.FORMAT, v4.FORMAT)}
 _V41 = "V41 has two byte orders: 'fp8_v41_planar', and since 2e5429f 'fp8_v41_rows'"
 # Of rows of other widths, what to say of them: beside is_fp8_kvcache=True, and False.
 _OTHER_ROWS = {
-    nope.RECORD.token_bytes: "three formats have 528 bytes a token: kv_format= names one",
+    nope.FORMAT.token_bytes: "three formats have 528 bytes a token: kv_format= names one",
     HEAD_DIM_QK: "rows of bfloat16 want is_fp8_kvcache=False",
 }
 _BYTES = {width: f"bytes of {width} want is_fp8_kvcache=True" for width in _RECORDS}
@@ -81,7 +81,7 @@ class Call(NamedTuple):
         return k.shape[-1] if isinstance(k, torch.Tensor) and k.ndim else 0
 
     @property
-    def record(self) -> Record:
+    def record(self) -> Format:
         """Format of a cache of bytes: the one that ``kv_format`` names.
 
         If it names none, V4's for rows of V4's width, else that of rows of 656 bytes; checks refuse
@@ -89,7 +89,7 @@ class Call(NamedTuple):
         """
         if self.kv_format is not None:
             return _named()[self.kv_format]
-        return _RECORDS.get(self.width, ds_mla.RECORD)
+        return _RECORDS.get(self.width, ds_mla.FORMAT)
 
     @property
     def cache_dtype(self) -> str:
@@ -127,11 +127,11 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
         raise checks.renamed(error, _NAMES) from None
 
 
-def _named() -> dict[str, Record]:
+def _named() -> dict[str, Format]:
     """Records by ``kv_format``: our names, and those of FlashMLA's copy in SGLang, whose V41 is two
     formats."""
     ours = {name: record for name, record in FORMATS.items() if record.named and record.sparse}
-    return {**ours, "V32": ds_mla.RECORD, "V32_NO_ROPE": nope.RECORD, "V4": v4.RECORD}
+    return {**ours, "V32": ds_mla.FORMAT, "V32_NO_ROPE": nope.FORMAT, "V4": v4.FORMAT}
 
 
 def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | None:
@@ -141,7 +141,7 @@ def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | Non
     record = call.record
     if call.cache_dtype not in two_lists.TAKEN:
         rows = f"{record.token_bytes} bytes" if call.is_fp8_kvcache else "bfloat16"
-        hint = f"a second cache goes with V4's pages of {v4.RECORD.token_bytes} bytes a token"
+        hint = f"a second cache goes with V4's pages of {v4.FORMAT.token_bytes} bytes a token"
         given = "extra_indices_in_kvcache" if k_cache is None else "extra_k_cache"
         checks.value_error(given, f"None beside rows of {rows}", "a tensor", hint)
     for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):

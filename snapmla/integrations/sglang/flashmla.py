@@ -143,7 +143,7 @@ class _Decode(_OfSGLang, flashmla_switch.Decode):
         return super().rows(told) if named is None else named
 
 
-_ROW = nope.RECORD.token_bytes
+_ROW = nope.FORMAT.token_bytes
 
 
 def _width(told: Told) -> int:
@@ -162,7 +162,7 @@ def _format(told: Told) -> str | None:
     if named not in (None, "V41") or told.get("indices") is None or _width(told) != _ROW:
         return named
     if named is None and isinstance(told["tile_scheduler_metadata"], torch.Tensor):
-        return nope.RECORD.name if told["q"].shape[-1] == KV_LORA_RANK else None
+        return nope.FORMAT.name if told["q"].shape[-1] == KV_LORA_RANK else None
     return _V41[bool(told.get("use_legacy", True))]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dsl_kernels.formats.ds_mla import FORMAT
+from dsl_kernels.formats.ds_mla import NAME as FORMAT
 from dsl_kernels.spec import VariantSpec
 from snapmla.indexer import shapes
 from snapmla.indexer.index_logits import unit_choices

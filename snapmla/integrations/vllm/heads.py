@@ -42,7 +42,7 @@ TAKEN = (64, 128)  # by FlashMLA's kernels
 # by a release's kernel of prompts on Hopper, where heads come so: read in its text, never run
 OF_PROMPTS = {"0.33.0": WRITTEN}
 _OWNERS = {
-    module: (owner, name, v4.RECORD.name if "deepseek_v4" in module else ds_mla.FORMAT)
+    module: (owner, name, v4.FORMAT.name if "deepseek_v4" in module else ds_mla.NAME)
     for module, owner, name in surface.PADDING
 }
 

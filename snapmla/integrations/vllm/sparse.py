@@ -52,7 +52,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK
-from dsl_kernels.formats.ds_mla import FORMAT, ROW_BYTES
+from dsl_kernels.formats.ds_mla import NAME as FORMAT
+from dsl_kernels.formats.ds_mla import ROW_BYTES
 from snapmla.cache import paged, quant
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import absorbed, invariant, refuse, surface

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import snapmla
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.cache import byte_cache
@@ -55,7 +55,7 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _truth_of_bytes(
-    record: Record, kv: Tensor, given: Mapping[str, Any], stored: Any, where: tuple[Tensor, Tensor]
+    record: Format, kv: Tensor, given: Mapping[str, Any], stored: Any, where: tuple[Tensor, Tensor]
 ) -> None:
     """Writes tokens to the rows that have slots; bytes behind a token's scales are 0."""
     rows, kept = where

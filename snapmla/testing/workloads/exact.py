@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.index_cache import PAGE, PAGE_BYTES, SCALES_AT
-from dsl_kernels.formats.record import Record
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.cache import layouts
@@ -374,7 +374,7 @@ def rows_pool(
     return rows if style < 2 else rows.transpose(1, 2)
 
 
-def bytes_pool(record: Record, pages: int, page_size: int, device: str, gap: int) -> Tensor:
+def bytes_pool(record: Format, pages: int, page_size: int, device: str, gap: int) -> Tensor:
     """uint8 (pages, page_size, 1, bytes of a token) whose every byte is 255; room for ``gap``
     tokens, and up to a multiple of 16 bytes, behind each page."""
     token = record.token_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.formats.sched_meta import RECORD_WORDS
+from dsl_kernels.formats.sched_meta import META_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.reference_plan import PlanReference, plan_reference, records_of
 from snapmla.testing.workloads import exact
@@ -23,7 +23,7 @@ def _given(plan: PlanReference) -> dict[str, Any]:
     """Arguments, all on the CPU; results full of -7."""
     names = ("work_items", "part_begin", "split_begin")
     shapes: dict[str, tuple[int, ...]] = {
-        "records": (len(plan.part_begin) - 1, RECORD_WORDS), "num_splits": (len(plan.split_begin),)
+        "records": (len(plan.part_begin) - 1, META_WORDS), "num_splits": (len(plan.split_begin),)
     }  # fmt: skip
     made = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in shapes.items()}
     return {**tables(**{name: getattr(plan, name) for name in names}), **made}
@@ -70,7 +70,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     source = Random(device, seed)
     work, _ = source.split_work(sizes, PAGE)
     made: dict[str, tuple[int, ...]] = {
-        "records": (sizes.parts, RECORD_WORDS), "num_splits": (sizes.batch + 1,)
+        "records": (sizes.parts, META_WORDS), "num_splits": (sizes.batch + 1,)
     }  # fmt: skip
     return work | {name: source.full(*x, dtype=torch.int32) for name, x in made.items()}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import ITEM_WORDS
-from dsl_kernels.formats.sched_meta import RECORD_WORDS
+from dsl_kernels.formats.sched_meta import META_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.reference_plan import plan_reference, records_of, records_reference
 from snapmla.testing.workloads import exact
@@ -91,7 +91,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
     found, seen = [], []
     for i, (bits, lengths, parts) in enumerate(schedules(case)):
         b, heads, capacity = len(lengths), (1, 3)[i % 2], 65536
-        records = bits.below(1 << 32, (parts, RECORD_WORDS)).astype(np.uint32).view(np.int32)
+        records = bits.below(1 << 32, (parts, META_WORDS)).astype(np.uint32).view(np.int32)
         if i % 3 == 1:
             records[:, 0] = bits.below(b + 3, (parts,)) - 1
             records[:, 1] = bits.below(1100, (parts,)) - 3
@@ -118,7 +118,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     source, b, parts = Random(device, seed), sizes.batch, sizes.parts
     shapes = _shapes(b, parts, 1)
     return {
-        "records": source.i32([[p * b // parts, *[0] * (RECORD_WORDS - 1)] for p in range(parts)]),
+        "records": source.i32([[p * b // parts, *[0] * (META_WORDS - 1)] for p in range(parts)]),
         "cache_seqlens": source.i32([sizes.tokens] * b), "tile_begin": source.i32([0] * (b + 1)),
         **{name: source.full(*shape, dtype=torch.int32) for name, shape in shapes.items()},
         "max_tokens": -(-sizes.tokens // PAGE) * PAGE, "token_tile": PAGE,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.index_cache import PAGE as INDEX_PAGE
 from dsl_kernels.formats.index_cache import PAGE_BYTES, SCALES_AT
-from dsl_kernels.formats.record import Record
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.cache import byte_cache
@@ -159,7 +159,7 @@ def _indexed(field: Tensor) -> Tensor:
     return field.view(torch.uint8) if field.dtype.itemsize == 1 else field
 
 
-def tokens_of(record: Record, n: int) -> tuple[Tensor, Tensor]:
+def tokens_of(record: Format, n: int) -> tuple[Tensor, Tensor]:
     """(c_kv, k_rope) of ``sample_tokens``, as many channels as a record has."""
     c, r = sample_tokens(n)
     return c[:, : record.content.count], r[:, : record.rope_channels]
@@ -203,7 +203,7 @@ def token_bytes(cache_dtype: str) -> int:
     return FORMATS[cache_dtype].token_bytes
 
 
-def _fill(scale: Tensor, record: Record) -> None:
+def _fill(scale: Tensor, record: Format) -> None:
     """Scales of 0.01, or of the power of two below."""
     if record.powers:
         scale.view(torch.uint8).fill_(120)

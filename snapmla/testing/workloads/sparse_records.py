@@ -11,7 +11,7 @@ import torch
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
-from dsl_kernels.formats.record import Record
+from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.cache import byte_cache
@@ -153,7 +153,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-def records(source: Random, pages: int, record: Record) -> Any:
+def records(source: Random, pages: int, record: Format) -> Any:
     """(pages, 64, bytes of a token) u8: e4m3 content, scales of about 0.01, normal RoPE."""
     cache = source.full(pages, PAGE, record.token_bytes, dtype=torch.uint8)
     content, rope, scale = byte_cache.fields_of(record, cache[:, :, None])

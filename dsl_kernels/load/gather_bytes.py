@@ -41,13 +41,13 @@ from .gather import GROUPS as THIRDS
 from .loader import Feed, Readers
 
 if TYPE_CHECKING:
-    from ..formats.record import Record
+    from ..formats.format import Format
 
 HALVES = {0: (0, 4), Q_WARP: (4, 6), 3: (6, 8)}  # groups by warp, the first half one's
 
 
-class Records(NamedTuple):
-    """The cache as ``GatherRecords.source`` gives it to the kernel.
+class ByteRows(NamedTuple):
+    """The cache as ``GatherBytes.source`` gives it to the kernel.
 
     Attributes:
         rows: u8 (pages, P, bytes of a token): 656 of ``fp8_ds_mla``.
@@ -60,7 +60,7 @@ class Records(NamedTuple):
     by_page: compat.FastDivisor
 
 
-class GatherRecords(GatherRows):
+class GatherBytes(GatherRows):
     """``GatherRows`` of 656-byte rows.
 
     Its ``on_full`` is ``on_full(stage, named, top)``, by all lanes of the announcer: lane l has
@@ -68,16 +68,16 @@ class GatherRecords(GatherRows):
     item's tile before returned, 0 for the first.  Returned is the next ``top``.
 
     Attributes:
-        record: which says where a token's fields are.
+        format: which says where a token's fields are.
     """
 
     def __init__(
-        self, work: TokenLists, *, record: Record, stages: int, q_stages: int, readers: Readers,
+        self, work: TokenLists, *, format: Format, stages: int, q_stages: int, readers: Readers,
         by_lines: bool, halves: bool,
     ):  # fmt: skip
         super().__init__(work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines)
-        self.record, self.scale_bytes = record, record.scale_bytes
-        self.rope = record.rope is not None
+        self.format, self.scale_bytes = format, format.scale_bytes
+        self.rope = format.rope is not None
         self.halves, self.of_warps = halves, HALVES if halves else THIRDS
         self.first_half = Ring("first_half", stages, readers)
 
@@ -119,20 +119,20 @@ class GatherRecords(GatherRows):
         cute.arch.mbarrier_wait(barrier, kst.phase)
 
     def source(self, tensors, layouts):
-        """``Records`` of the one tensor."""
+        """``ByteRows`` of the one tensor."""
         (rows,) = tensors
         pages, page_size, _ = rows.shape
-        return Records(rows, pages * page_size, compat.fast_divisor(page_size))
+        return ByteRows(rows, pages * page_size, compat.fast_divisor(page_size))
 
     def _planes(self, cache, lane):
         """``Plane`` of content, RoPE, scales."""
-        rows, record, of_line = cache.source.rows, self.record, lane % 8 * CHUNK
+        rows, format, of_line = cache.source.rows, self.format, lane % 8 * CHUNK
         own = of_line if self.by_lines else lane * CHUNK
-        if record.content.at:
-            own = record.content.at + own
+        if format.content.at:
+            own = format.content.at + own
         content = Plane.of(rows, 1, own)
-        rope = Plane.of(rows, 1, record.rope.at + of_line) if self.rope else content
-        return content, rope, Plane.of(rows, 1, record.scale.at)
+        rope = Plane.of(rows, 1, format.rope.at + of_line) if self.rope else content
+        return content, rope, Plane.of(rows, 1, format.scale.at)
 
     @cute.jit
     def run(self, warp, feed, tile_of_q, on_full):

@@ -1,12 +1,12 @@
-"""Records that are bytes (``formats``): where their fields are, and how fetch reads them.
+"""Formats that are bytes (``formats``): where their fields are, and how fetch reads them.
 
 A warp owns a token, whose channels lie in it as ``quant.load_row`` leaves them: of chunk j a lane
 holds V consecutive channels from (j * 32 + lane) * V on (V = 8 of 16 bits, 4 of fp32), all of one
 group that shares a scale.  So of groups of 128 lanes 0 to 15 and 16 to 31 have one of each of two
 16-bit chunks, and all 32 have one of each of four fp32 chunks; a lane needs the scale of its own
-group alone.  Where a record's content ends within a chunk, lanes behind it have what nobody stores.
+group alone.  Where a format's content ends within a chunk, lanes behind it have what nobody stores.
 
-Fetch multiplies.  Where a record says so (``ZEROS``), a scale of 0 makes all of its group 0,
+Fetch multiplies.  Where a format says so (``ZEROS``), a scale of 0 makes all of its group 0,
 whatever the content's bytes are.  Append is in ``append_bytes.py``.
 """
 
@@ -19,7 +19,7 @@ import cutlass
 from cutlass import BFloat16, Float32, Int64, Uint32, cute
 
 from ..blocks import compat, quant
-from ..formats.record import ZEROS, Field, Record
+from ..formats.format import ZEROS, Field, Format
 from .stored import Words
 
 EXPONENT_AT = 23  # bits of an fp32 number below its exponent
@@ -30,14 +30,14 @@ class _Reads(NamedTuple):
     kv: cute.Tensor  # u8 (pages, P, 1, bytes of a token)
 
 
-class OfRecord:
+class OfFormat:
     """Base of ``Source`` (reads) and ``Target`` (writes), which bring the tensor ``kv``.
 
     Attributes:
         own: how a token lies.
     """
 
-    own: Record
+    own: Format
     kv: cute.Tensor
 
     @property
@@ -51,8 +51,8 @@ class OfRecord:
         return self.own.content.count, self.own.rope_channels
 
 
-class Source(_Reads, OfRecord):
-    """A cache to read: see ``stored``.  ``source_of`` makes the class of a record."""
+class Source(_Reads, OfFormat):
+    """A cache to read: see ``stored``.  ``source_of`` makes the class of a format."""
 
     heads = False  # whether rows have a dimension of heads
     shares_pages = False  # whether the tokens that a warp fetches lie in one page: P may be odd
@@ -60,7 +60,7 @@ class Source(_Reads, OfRecord):
     def row(self, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> tuple[Any, Any, Any]:
         """Pointers (content, RoPE, scales) to a token, the first two to this lane's channels.
 
-        RoPE is None if the record has none.  ``dt``: the content's dtype in registers, which sets
+        RoPE is None if the format has none.  ``dt``: the content's dtype in registers, which sets
         how many channels a lane has.
         """
         own, place = self.own, _Place(self.own, self.kv, page, offset)
@@ -109,15 +109,15 @@ class Source(_Reads, OfRecord):
 
 
 @functools.cache
-def source_of(record: Record) -> type[Source]:
+def source_of(format: Format) -> type[Source]:
     """The class of caches to read."""
-    return type("Source", (Source,), {"own": record})
+    return type("Source", (Source,), {"own": format})
 
 
-def fakes(record: Record) -> dict[str, Any]:
-    """Fake of a cache by argument name: pages lie a multiple of 16 bytes apart; where a record has
+def fakes(format: Format) -> dict[str, Any]:
+    """Fake of a cache by argument name: pages lie a multiple of 16 bytes apart; where a format has
     several planes, tokens are strides in name only."""
-    token = record.token_bytes
+    token = format.token_bytes
     shape = (compat.sym(name="pages"), compat.sym(name="P"), 1, token)
     stride = (compat.sym64(compat.VECTOR_BYTES), token, token, 1)
     return {"kv": compat.strided(compat.DTYPES["u8"], shape, stride)}
@@ -126,7 +126,7 @@ def fakes(record: Record) -> dict[str, Any]:
 class _Place:
     """Addresses of the fields of the token at ``offset`` of ``page``."""
 
-    def __init__(self, own: Record, kv: cute.Tensor, page: Any, offset: Any) -> None:
+    def __init__(self, own: Format, kv: cute.Tensor, page: Any, offset: Any) -> None:
         self.own, self.kv, self.page, self.offset = own, kv, page, offset
         self.rows: dict[int, Any] = {}  # by plane
 
@@ -159,7 +159,7 @@ def _rope_bytes(field: Field) -> int:
     return field.nbytes // quant.WARP
 
 
-def lanes_of_group(own: Record, dt: Any) -> int:
+def lanes_of_group(own: Format, dt: Any) -> int:
     return own.group // quant.lane_channels(dt)
 
 

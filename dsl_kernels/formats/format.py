@@ -1,4 +1,4 @@
-"""The declaration of a cache format: ``Record`` and its ``Field``s.  Standard library only: hosts
+"""The declaration of a cache format: ``Format`` and its ``Field``s.  Standard library only: hosts
 without the compiler read it."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Field:
         dtype: of ``ELEMENT_BYTES``.
         count: elements.
         at: bytes from the token's first byte in its plane.
-        plane: of the page, see ``Record.planes``.
+        plane: of the page, see ``Format.planes``.
     """
 
     dtype: str
@@ -40,7 +40,7 @@ class Field:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class Format:
     """One way to store a token and KV head, and what follows from it.
 
     A page of P tokens is its planes one behind another: a token of plane k, which has
@@ -53,7 +53,7 @@ class Record:
         planes: bytes of a token in each.
         content: channels that scales multiply, all where there are none.
         rope: channels as they are, or divided by the token's scale (``rope_scaled``); None: the
-            record has none, or its RoPE channels are the last of ``content``.
+            format has none, or its RoPE channels are the last of ``content``.
         scale: None without; ``scale_bytes`` are those that a token has room for.
         group: channels that share a scale.
         least_scale: what append writes at least.
@@ -145,7 +145,7 @@ class Record:
 
     @property
     def rope_channels(self) -> int:
-        """Channels of field ``rope``; 0 if the record has none."""
+        """Channels of field ``rope``; 0 if the format has none."""
         return 0 if self.rope is None else self.rope.count
 
     @property
@@ -162,7 +162,7 @@ class Record:
     def arrangement(self) -> tuple[str, int, str]:
         """(dtype of scales, channels that share one, place of RoPE), by which kernels of attention
         over bytes are chosen.  RoPE is ``own`` if it has a field that V does not contain, ``in v``
-        if V contains its field, and ``none`` if the record has no such field."""
+        if V contains its field, and ``none`` if the format has no such field."""
         rope = "none" if self.rope is None else "in v" if self.rope_in_v else "own"
         return "" if self.scale is None else self.scale.dtype, self.group, rope
 
