@@ -167,6 +167,12 @@ class Draw(abc.ABC):
         """One value."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
+    def blank(self, **shapes: Sequence[int]) -> dict[str, Tensor]:
+        """Tables of int32 that a call writes, full of -7, which no call means."""
+        return {
+            name: self.full(*shape, value=-7, dtype=torch.int32) for name, shape in shapes.items()
+        }
+
     def i32(self, values: Any) -> Tensor:
         """A table."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
