@@ -161,7 +161,7 @@ class Draw(abc.ABC):
 
     def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Drawn values in their dtype, on the device."""
-        return x if dtype is None else x.to(dtype)
+        return (x if dtype is None else x.to(dtype)).to(self.device)
 
     def full(self, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
         """One value."""
