@@ -40,7 +40,7 @@ def workload(
     *,
     small: Callable[[VariantSpec], Iterable[P]],
     recorded: Callable[[Exact], Iterable[P]],
-    sized: Callable[[VariantSpec, Sizes], P],
+    sized: Callable[[VariantSpec, Sizes], P] | None,
     results: Callable[[VariantSpec, P], dict[str, str]],
     rows: Callable[[VariantSpec, Mapping[str, Any]], Rows],
     **known: Any,
@@ -48,12 +48,13 @@ def workload(
     """The workload of an op.
 
     Args:
-        judge, truth: as ``Workload`` has them.
+        judge, truth: as ``Workload`` has them; a judge is told the problem as ``Call.job``.
         arguments: (spec, problem, draw) -> a call's arguments by name.
         small: (spec) -> the problems of small calls, which one draw serves.
         recorded: (draw) -> the problems of a recorded case, which may draw lengths; each has run
             before the next is asked for.
-        sized: (spec, sizes) -> the problem of a call as large as in service.
+        sized: (spec, sizes) -> the problem of a call as large as in service; None: the op's file
+            puts arguments of its own there.
         results: (spec, problem) -> what messages call a result -> the argument that holds it.
         rows: (spec, arguments after the call) -> what a recorded case compares, problem by problem.
         known: other fields of ``Workload``.
@@ -77,6 +78,7 @@ def workload(
         return Recorded(draw.inputs, joined)
 
     def large(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+        assert sized is not None
         return arguments(spec, sized(spec, sizes), Random(device, seed))
 
     return Workload(calls, judge, run_case, large, truth, **known)
