@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,9 +109,9 @@ SMALL = tuple(
 )  # fmt: skip
 
 
-def recorded(draw: Exact) -> Keys:
+def recorded(draw: Exact) -> Iterator[Keys]:
     """57 keys of every awkward kind."""
-    return Keys(tokens=57, pages=4, power_of_two=draw.odd, gap=(16 * draw.odd, 0), outside=(18, 19))
+    yield Keys(tokens=57, pages=4, power_of_two=draw.odd, gap=(16 * draw.odd, 0), outside=(18, 19))
 
 
 def sized(_spec: VariantSpec, sizes: Sizes) -> Keys:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,11 +208,11 @@ def _written(spec: VariantSpec) -> tuple[str, ...]:
     return (*FORMATS[spec.cache_dtype].parts, "index_cache", "out_q", "out_weights", "out_rope")
 
 
-def recorded(draw: Exact) -> Layer:
+def recorded(draw: Exact) -> Iterator[Layer]:
     """21 tokens of 32 index heads and five of attention's; keys and weights are latents' channels,
     too."""
     form = FORMATS[draw.case.spec.cache_dtype]
-    return Layer(
+    yield Layer(
         tokens=21, heads=32, num_heads=5, pages=1, page_size=PAGE, index_pages=1, outside=(8, 9),
         index_outside=None, power_of_two=draw.odd, kv_power_of_two=draw.odd,
         style=draw.odd if form.named else draw.case.index % 3, keys_at=INDEX_DIM, weights_at=0,

@@ -144,9 +144,9 @@ def small(spec: VariantSpec) -> Iterator[Stored]:
         yield replace(problem, from_start=problem.from_start and spec.mode == "ragged")
 
 
-def recorded(draw: Exact) -> Stored:
+def recorded(draw: Exact) -> Iterator[Stored]:
     """Any bytes and scales."""
-    return Stored(pages=PAGES + 1, told=_any, page_gap=16 * draw.odd, gap=16 * draw.odd)
+    yield Stored(pages=PAGES + 1, told=_any, page_gap=16 * draw.odd, gap=16 * draw.odd)
 
 
 def sized(_spec: VariantSpec, sizes: Sizes) -> Stored:

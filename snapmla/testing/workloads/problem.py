@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.workloads.call import Call, Judge, Sizes, Truth, Workload
 from snapmla.testing.workloads.draw import Draw
-from snapmla.testing.workloads.exact import Case, Exact, Recorded, Rows, Runner
+from snapmla.testing.workloads.exact import Case, Exact, Recorded, Rows, Runner, hashes_of
 from snapmla.testing.workloads.samples import Adversarial, Random
 
 
@@ -33,12 +35,12 @@ P = TypeVar("P", bound=Problem)
 
 def workload(
     judge: Judge,
-    truth: Truth,
+    truth: Truth | None,
     arguments: Callable[[VariantSpec, P, Draw], dict[str, Any]],
     *,
     small: Callable[[VariantSpec], Iterable[P]],
-    recorded: Callable[[Exact], P],
-    sized: Callable[[VariantSpec, Sizes], P],
+    recorded: Callable[[Exact], Iterable[P]],
+    sized: Callable[[VariantSpec, Sizes], P] | None,
     results: Callable[[VariantSpec, P], dict[str, str]],
     rows: Callable[[VariantSpec, Mapping[str, Any]], Rows],
     **known: Any,
@@ -46,13 +48,15 @@ def workload(
     """The workload of an op.
 
     Args:
-        judge, truth: as ``Workload`` has them.
+        judge, truth: as ``Workload`` has them; a judge is told the problem as ``Call.job``.
         arguments: (spec, problem, draw) -> a call's arguments by name.
         small: (spec) -> the problems of small calls, which one draw serves.
-        recorded: (draw) -> the problem of a recorded case; it may draw lengths.
-        sized: (spec, sizes) -> the problem of a call as large as in service.
+        recorded: (draw) -> the problems of a recorded case, which may draw lengths; each has run
+            before the next is asked for.
+        sized: (spec, sizes) -> the problem of a call as large as in service; None: the op's file
+            puts arguments of its own there.
         results: (spec, problem) -> what messages call a result -> the argument that holds it.
-        rows: (spec, arguments after the call) -> what a recorded case compares.
+        rows: (spec, arguments after the call) -> what a recorded case compares, problem by problem.
         known: other fields of ``Workload``.
     """
 
@@ -60,16 +64,21 @@ def workload(
         draw = Adversarial()
         for problem in small(spec):
             given = arguments(spec, problem, draw)
-            want = truth(spec, given)
-            yield Call(given, results(spec, problem), want, note=problem.note)
+            want = truth(spec, given) if truth else {}
+            yield Call(given, results(spec, problem), want, problem, problem.note)
 
     def run_case(case: Case, run: Runner) -> Recorded:
         draw = Exact(case, run.device)
-        given = arguments(case.spec, recorded(draw), draw)
-        run.call(case.variant, **given)
-        return Recorded(draw.inputs, rows(case.spec, given))
+        found = []
+        for problem in recorded(draw):
+            given = arguments(case.spec, problem, draw)
+            run.call(case.variant, **given)
+            found.append(rows(case.spec, given))
+        joined = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+        return Recorded(draw.inputs, joined)
 
     def large(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+        assert sized is not None
         return arguments(spec, sized(spec, sizes), Random(device, seed))
 
     return Workload(calls, judge, run_case, large, truth, **known)
@@ -78,3 +87,8 @@ def workload(
 def named(*results: str) -> Callable[[VariantSpec, Problem], dict[str, str]]:
     """Results that messages call by their argument's name."""
     return lambda _spec, _problem: {name: name for name in results}
+
+
+def hashed(name: str, *tables: str) -> Callable[[VariantSpec, Mapping[str, Any]], Rows]:
+    """A recorded row of one hash: that of some arguments, each as a whole."""
+    return lambda _spec, given: hashes_of([[given[table] for table in tables]], name)
