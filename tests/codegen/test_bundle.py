@@ -119,7 +119,7 @@ def test_lists_its_variants_without_the_compiler(
 ) -> None:
     code = (
         "import runpy; import snapmla\n"
-        "from snapmla import runtime\n"
+        "from snapmla.runtime import variants as runtime\n"
         "print(snapmla.__file__); print(len(runtime.available()), 'variants')\n"
         f"assert not set(sys.modules) & set({ABSENT!r})\n"
         "runpy.run_module('snapmla.bundle', run_name='__main__')"
@@ -214,7 +214,7 @@ def test_damage_is_reported(unpacked: Path) -> None:
 
 def test_library_is_loaded_from_the_bundle(unpacked: Path) -> None:
     code = (
-        "from snapmla import runtime\n"
+        "from snapmla.runtime import variants as runtime\n"
         "from dsl_kernels.spec import VariantSpec\n"
         "spec = VariantSpec(op='merge')\n"
         "artifact = runtime.find_or_build(spec, need_library=True)\n"
@@ -239,7 +239,8 @@ LACKING = [
 
 def test_what_it_lacks_is_one_sentence(unpacked: Path) -> None:
     code = (
-        "from snapmla import runtime, VariantError\nfrom dsl_kernels.spec import VariantSpec\n"
+        "from snapmla import VariantError\nfrom snapmla.runtime import variants as runtime\n"
+        "from dsl_kernels.spec import VariantSpec\n"
     ) + "".join(
         f"try: runtime.find_or_build(VariantSpec({spec}), need_library={library})\n"
         "except VariantError as error: print(error)\n"

@@ -136,7 +136,7 @@ def test_unlinked_rebuild_drops_the_old_library(
 def test_two_processes_compile_a_missing_variant_once(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from dsl_kernels.spec import VariantSpec\n"
-        "from snapmla import env, runtime\n"
+        "from snapmla.runtime import env, variants as runtime\n"
         "env.variant_dirs = lambda: [pathlib.Path(sys.argv[1])]\n"
         "env.compile_dir = lambda: pathlib.Path(sys.argv[1])\n"
         "print(runtime.find_or_build(VariantSpec(op='merge'), need_library=False).ptx)"

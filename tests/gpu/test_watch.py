@@ -87,7 +87,7 @@ def test_captured_calls_pass_by(folder: Path, caplog: pytest.LogCaptureFixture) 
 FAULT = """
 import sys, torch
 from dsl_kernels.spec import VariantSpec
-from snapmla import watch
+from snapmla.runtime import watch
 
 def fault(*arguments):
     torch._assert_async(torch.zeros(1, device="cuda"))

@@ -65,7 +65,7 @@ WITHOUT_EXCHANGE_API = (
     + """
 import sys
 import tvm_ffi
-from snapmla import launch
+from snapmla.runtime import launch
 
 for dtype in (torch.int32, torch.uint8, torch.bfloat16, torch.float32):
     whole = torch.zeros(6, 8, dtype=dtype)

@@ -255,7 +255,7 @@ def test_an_application_may_have_a_codegen_of_its_own(tmp_path: Path, stale: boo
         place(tmp_path / "variants", VariantSpec(op="merge"))
     code = (
         "import sys; sys.path.append(sys.argv[1])\n"
-        "from snapmla import env, runtime\n"
+        "from snapmla.runtime import env, variants as runtime\n"
         "from dsl_kernels.spec import VariantSpec\n"
         "env.variant_dirs = lambda: [env.compile_dir()]\n"
         "print(runtime.find_or_build(VariantSpec(op='merge'), need_library=False).ptx)"
