@@ -15,10 +15,10 @@ Roles (4 warpgroups)
     wg 1          softmax         Q.K, softmax, P to shared memory
     wg 2, 3       P.V             O of half of d_v each, in fp32 registers
 
-Frames (log2 units).  P' = 2^(t - m_ref) in 16 bits; O and the row sum live in the same frame.  It
-is *lazy*: a block whose maximum is up to 2^15 above it leaves it where it is, so that O is hardly
-ever rescaled; when it moves, the block's largest P' is 2^8.  fp16 holds 2^15, and what is 2^22
-below the frame's first maximum is still a normal number.
+m_ref (log2 units).  P' = 2^(t - m_ref) in 16 bits; O and the row sum are relative to the same
+m_ref.  It is *lazy*: a block whose maximum is up to 2^15 above it leaves it where it is, so that O
+is hardly ever rescaled; when it moves, the block's largest P' is 2^8.  fp16 holds 2^15, and what is
+2^22 below the m_ref's first maximum is still a normal number.
 
 Shared memory: ring 2 x 73728 bytes | Q 73728 (64 rows), 36864 (32), 2 x 18432 (16) | factors,
 barriers.  P of a tile lies where the tile's RoPE columns were (64 tokens x 128 bytes), which Q.K

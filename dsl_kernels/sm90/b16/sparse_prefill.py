@@ -18,8 +18,8 @@ Timeline of tile i
 
 Forms, loops and hand-overs: sparse_prefill_form.py.
 
-Frames (log2 units; sm90/online_softmax.py).  P' = 2^(t - frame) in BF16, O and the row sum in fp32
-of the same frame, which moves when a tile exceeds it by 2^15 only.
+m_ref (log2 units; sm90/online_softmax.py).  P' = 2^(t - m_ref) in BF16, O and the row sum in fp32
+relative to the same m_ref, which moves when a tile exceeds it by 2^15 only.
 
 Shared memory   KV 2 x 73728 (a stage has room for 576 channels; with 512 the last 64 are P's alone)
 | Q 73728 with 64 rows, 2 x 36864 with 32, 2 x 18432 with 16 | gamma, factors of O, flags, bits of

@@ -20,10 +20,10 @@ Timeline of tile i (one stage of the K ring)
     softmax       | max, exp2, e4m3 of i, Q.K i+1 under it (64 rows; else Q.K i | softmax i)
     P.V           |  V^T frags i | wait P i | 4 x (WGMMA 64 channels, FFMA into O) | V^T frags i+1
 
-Frames (log2 units).  A block has its own exponent frame m'_b = max_t(s2 + log2 sigma_k), so its
-largest P' is 2^8 whatever the row's running maximum is.  O and l live in frame ``m_ref``, which is
-*lazy*: it moves only when a block would exceed it by 2^20, so the usual step is one FFMA an
-element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
+Exponents (log2 units).  A block has its own exponent reference m'_b = max_t(s2 + log2 sigma_k), so
+its largest P' is 2^8 whatever the row's running maximum is.  O and l are relative to ``m_ref``,
+which is *lazy*: it moves only when a block would exceed it by 2^20, so the usual step is one FFMA
+an element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
 however block maxima rise and fall.
 
 Registers, 64 rows: softmax 112 (fp8/rows_on_m.py), P.V 184 (O 128, beta 16, product tile 16: rows
