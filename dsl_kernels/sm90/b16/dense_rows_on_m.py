@@ -49,7 +49,7 @@ REGISTER_STEPS = 24  # of Q.K's 36 whose Q operand is in registers
 LINE_BLOCK = TILE * 128  # bytes of 64 channels of a tile: 64 swizzled lines
 
 
-class ManyRows(Form):
+class RowsOnM(Form):
     """The form with rows on M."""
 
     registers = (32, 160, 160)

@@ -39,7 +39,7 @@ from .dense_parts import CHUNK_STEPS, CHUNKS, Parts, k_layout
 D_BLOCKS = HALF // 64  # of 64 channels, a P.V warpgroup
 
 
-class FewRows(AcrossWarps, Form):
+class SwapAb(AcrossWarps, Form):
     """The form with rows on N."""
 
     registers = (40, 120, 160)

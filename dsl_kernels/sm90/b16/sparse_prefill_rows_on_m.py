@@ -34,7 +34,7 @@ from ..roles import INV_RING, PV_WARPS, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, B
 from ..wgmma import issue
 from .dense_form import HALF
 from .dense_parts import CHUNK_STEPS
-from .dense_rows_on_m import PV_N, ManyRows
+from .dense_rows_on_m import PV_N, RowsOnM
 from .sparse_prefill_form import GatheredForm, Parts
 from .sparse_prefill_parts import (
     EARLY,
@@ -61,11 +61,11 @@ def own_maxima(acc, scale):
     ]
 
 
-class ManyHeads(GatheredForm, ManyRows):
+class GatheredRowsOnM(GatheredForm, RowsOnM):
     """The form with rows on M."""
 
     def __init__(self, loads: GatheredTiles):
-        ManyRows.__init__(self, Parts(loads))
+        RowsOnM.__init__(self, Parts(loads))
         self.loads = loads
 
     # ---------------------------------------------------------------- softmax warpgroup
@@ -216,7 +216,7 @@ class ManyHeads(GatheredForm, ManyRows):
     def product(self, st, acc_O, operands, turn):
         """The first half of P meets the first half of the channels while softmax is at the other.
 
-        The rest is as ``ManyRows.pv_block`` does it.
+        The rest is as ``RowsOnM.pv_block`` does it.
         """
         tidx, _, _ = cute.arch.thread_idx()
         lane, stage = tidx % 32, turn.stage
@@ -265,7 +265,7 @@ class ManyHeads(GatheredForm, ManyRows):
             store_woven(target, 0, runs, head < gmem.heads, woven)
 
 
-class ManyLines(ManyHeads):
+class GatheredLines(GatheredRowsOnM):
     """The same where lists are split: fp32 partial rows, stored as whole lines (line_stores.py).
 
     Shared memory has another 8192 bytes, ``lines``, a line group of each P.V warp.

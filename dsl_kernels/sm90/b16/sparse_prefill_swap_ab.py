@@ -30,16 +30,16 @@ from ..roles import INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier
 from ..wgmma import issue
 from .dense_form import HALF
 from .dense_parts import CHUNK_STEPS
-from .dense_swap_ab import D_BLOCKS, FewRows
+from .dense_swap_ab import D_BLOCKS, SwapAb
 from .sparse_prefill_form import GatheredForm, Parts
 from .sparse_prefill_parts import EARLY, LATE, GatheredTiles, finish_row, first_lse, place_of
 
 
-class FewHeads(GatheredForm, FewRows):
+class GatheredSwapAb(GatheredForm, SwapAb):
     """The form with tokens on M."""
 
     def __init__(self, loads: GatheredTiles):
-        FewRows.__init__(self, Parts(loads))
+        SwapAb.__init__(self, Parts(loads))
         self.loads = loads
 
     # ---------------------------------------------------------------- softmax warpgroup

@@ -62,7 +62,7 @@ class Addresses(NamedTuple):
     flag: Any
 
 
-class ManyRowsSoftmax(SoftmaxRole):
+class RowsOnMSoftmax(SoftmaxRole):
     """The form with rows on M."""
 
     def __init__(self, parts: Parts):

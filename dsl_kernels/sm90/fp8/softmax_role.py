@@ -93,7 +93,7 @@ class SoftmaxRole:
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, cta.call, batch, rows, row_of[x]
                 )
-            if const_expr(not self.parts.few_rows):
+            if const_expr(not self.parts.swap_ab):
                 note(cta.st, items, wwarp, split, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
@@ -108,7 +108,7 @@ class SoftmaxRole:
             cta.q_pipe.consumer_release(qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
+            if const_expr(not self.parts.swap_ab):  # across the tiles they would take registers
                 split, rows = noted(cta.st, items, wwarp, self.rows_cta)
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, split, rows)
             items += 1

@@ -26,7 +26,7 @@ from .fp8_parts import Parts
 from .softmax_role import P_RING, SoftmaxRole, flags_of
 
 
-class FewRowsSoftmax(AcrossWarps, SoftmaxRole):
+class SwapAbSoftmax(AcrossWarps, SoftmaxRole):
     """The form with tokens on M."""
 
     inv_ring = INV_RING
