@@ -109,7 +109,7 @@ HANDOVERS = (
         "`bar.warp.sync`, one lane arrives at INV_RING's empty, which the next writers wait for",
         frozenset((
             "across_warps.py:finish_rows", "rows_on_m.py:finish_rows",
-            "mix16_frames.py:finish_rows", "dense_rows_on_m.py:finish_rows",
+            "mix16_m_ref.py:finish_rows", "dense_rows_on_m.py:finish_rows",
             "sparse_prefill_swap_ab.py:finish", "sparse_prefill_rows_on_m.py:finish",
         )),
         frozenset((
@@ -126,7 +126,7 @@ HANDOVERS = (
         frozenset((
             "swap_ab.py:block", "rows_on_m.py:block", "rows_on_m.py:hand_over",
             "dense_swap_ab.py:block", "dense_rows_on_m.py:block", "mix16_softmax.py:hand_over",
-            "mix16_overlap.py:give", "mix16_frames.py:move_frames",
+            "mix16_overlap.py:give", "mix16_m_ref.py:move_m_refs",
             "sparse_prefill_swap_ab.py:tile", "sparse_prefill_rows_on_m.py:tile",
         )),
         frozenset((
@@ -181,8 +181,8 @@ HANDOVERS = (
         "the warpgroup's named barrier, one lane a warp arrives at `ready`",
         "the next announcement of the readers' own block, which the writers wait for before they "
         "write the buffer again",
-        frozenset(("dual_wg.py:own_frame",)),
-        frozenset(("dual_wg.py:peer_frame",)),
+        frozenset(("dual_wg.py:own_m_ref",)),
+        frozenset(("dual_wg.py:peer_m_ref",)),
     ),
     Handover(
         "slot and rows of an item",
@@ -309,7 +309,7 @@ HANDOVERS = (
 MOVED = {
     f"index_logits.py:{name}": f"index_scoring.py:{name}"
     for name in ("_announce", "_produce", "_fill")
-}
+} | {f"dual_wg.py:{who}_frame": f"dual_wg.py:{who}_m_ref" for who in ("own", "peer")}
 
 
 # Files of records that have another name by now.
@@ -319,8 +319,10 @@ RENAMED = {
     "dense_many.py": "dense_rows_on_m.py",
     "fp8_dual_wg.py": "dual_wg.py",
     "fp8_etap.py": "transposed.py",
+    "gather_records.py": "gather_bytes.py",
     "mha_hidden.py": "hidden_keys.py",
     "mha_parts.py": "attention_parts.py",
+    "mix16_frames.py": "mix16_m_ref.py",
     "softmax_few.py": "swap_ab.py",
     "softmax_many.py": "rows_on_m.py",
     "sparse_prefill_few.py": "sparse_prefill_swap_ab.py",

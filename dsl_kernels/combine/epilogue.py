@@ -42,14 +42,14 @@ def of_sink(sink, head, value):
 
 @cute.jit
 def finish_row(
-    results, call, split, rows, row, row_sum, frame, log2_in: cutlass.Constexpr = None
+    results, call, split, rows, row, row_sum, m_ref, log2_in: cutlass.Constexpr = None
 ):  # fmt: skip
     """Write the LSE of the CTA's row ``row``: a final one to ``lse``, a split's (in log2 units) to
     ``lse_accum``.
 
     Args:
         rows: the CTA's rows of the item (``work_list.Rows``).
-        log2_in: ``log2_in(row_sum, frame)``, log2 of row_sum 2^frame; None: the sum of the frame
+        log2_in: ``log2_in(row_sum, m_ref)``, log2 of row_sum 2^m_ref; None: the sum of the m_ref
             and of the fast logarithm.
 
     Returns the factor of the row's values: 1/row_sum, times ``of_sink`` if the row is final and has
@@ -58,9 +58,9 @@ def finish_row(
     """
     empty, kept = row_sum == 0.0, Float32(1.0)
     if const_expr(log2_in is None):
-        value = cute.math.log2(row_sum, fastmath=True) + frame
+        value = cute.math.log2(row_sum, fastmath=True) + m_ref
     else:
-        value = log2_in(row_sum, frame)
+        value = log2_in(row_sum, m_ref)
     if const_expr(rows.stands is not None):
         value = Float32(cutlass.select_(rows.stands != 0, value, Float32(math.nan)))
         empty = empty & (rows.stands != 0)

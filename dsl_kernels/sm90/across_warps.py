@@ -15,7 +15,7 @@ from cutlass import Float32, const_expr
 from ..blocks.barriers import warps_meet
 from ..blocks.smem import array
 from ..combine.epilogue import finish_row
-from ..combine.frames import NEVER
+from ..combine.online_softmax import NEVER
 from .fragments import padded_size, row_position
 
 WARPGROUP = 128
@@ -41,7 +41,7 @@ class AcrossWarps:
         """Storage of the exchange between warps."""
         return dict(
             across=array(Float32, 2 * SOFTMAX_WARPS * rows, 128),  # maxima, sums of the warps
-            frame=array(Float32, rows, 128),
+            m_refs=array(Float32, rows, 128),
         )
 
     @cute.jit
@@ -87,7 +87,7 @@ class AcrossWarps:
         inv_s = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
         self.inv_ring.wait_empty(st, 0, inv_phase)
         sums = st.across.get_tensor(cute.make_layout((self.rows_cta, 8)))
-        frame = st.frame.get_tensor(cute.make_layout(self.rows_cta))
+        m_refs = st.m_refs.get_tensor(cute.make_layout(self.rows_cta))
         # both buffers of ``across`` may still be read by a slower warp
         warps_meet(BARRIER, SOFTMAX_WARPS)
         for x in cutlass.range_constexpr(self.rows_cta // 4):
@@ -98,12 +98,12 @@ class AcrossWarps:
                 row = 8 * (x // 2) + 2 * lane + x % 2
                 sums[row, wwarp] = total
                 if wwarp == 0:
-                    frame[row] = m_ref[x]
+                    m_refs[row] = m_ref[x]
         warps_meet(BARRIER, SOFTMAX_WARPS)
         if ctid < self.rows_cta:
             total = (sums[ctid, 0] + sums[ctid, 1]) + (sums[ctid, 2] + sums[ctid, 3])
             inv_s[row_position(ctid, self.rows_cta)] = finish_row(
-                cta.gmem.results, cta.call, split, rows, ctid, total, frame[ctid], self.log2_in
+                cta.gmem.results, cta.call, split, rows, ctid, total, m_refs[ctid], self.log2_in
             )
         # the next item's first block writes ``across`` again
         warps_meet(BARRIER, SOFTMAX_WARPS)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 STAGES = 2  # of K, and of V
 LN2 = 0.6931471805599453
-# Frames below which rows are right.  A logit in fp32 is off by up to half its last place, and so is
-# its distance from the frame: by 64 below 2^31, which fp32 sums of P' bear; by 1/2 below 2^24, so
+# m_refs below which rows are right.  A logit in fp32 is off by up to half its last place, and so is
+# its distance from the m_ref: by 64 below 2^31, which fp32 sums of P' bear; by 1/2 below 2^24, so
 # that P' <= 2^15.5, which fp16 holds.
 LARGEST, LARGEST_F16 = 2.0**31, 2.0**24
 Boxes = list[tuple[Any, Any, Any]]  # (descriptor, shared boxes by stage, global boxes by tile)
@@ -372,7 +372,7 @@ class Rows:
     Attributes:
         dtype: of the output.
         d_v: its channels.
-        largest: frames of rows that are right are below it.
+        largest: m_refs of rows that are right are below it.
     """
 
     def __init__(self, dtype, d_v: int):
@@ -380,7 +380,7 @@ class Rows:
         self.largest = LARGEST_F16 if dtype is F16 else LARGEST
 
     @cute.jit
-    def write(self, results, acc_o, frame, total, limit, q0, s_q, head, row):
+    def write(self, results, acc_o, m_ref, total, limit, q0, s_q, head, row):
         """Normalised rows ``row`` and ``row + 8`` of a sequence, 16 bytes a store, and their LSE;
         returns whether a row of the thread is not finite that its sum does not explain.
 
@@ -391,12 +391,12 @@ class Rows:
         quad = cute.arch.lane_idx() % 4
         woven, bad = Woven((1, 2), quad, 8), Boolean(False)
         for i in cutlass.range_constexpr(2):
-            s, empty = self._sum(frame[i], total[i], limit[i])
+            s, empty = self._sum(m_ref[i], total[i], limit[i])
             inverse, looked = cute.arch.rcp_approx(s), Uint32(0)
             mine = row + 8 * i < s_q
             token = q0 + row + 8 * i
             if mine & (quad == 0):
-                value = (frame[i] + cute.math.log2(s, fastmath=True)) * LN2
+                value = (m_ref[i] + cute.math.log2(s, fastmath=True)) * LN2
                 lse[head, token] = -Float32.inf if empty else value
             for g in cutlass.range_constexpr(self.d_v // 32):
                 pairs = []
@@ -417,15 +417,15 @@ class Rows:
             bad = bad | (mine & (s == s) & any_nan(looked))
         return bad
 
-    def _sum(self, frame, own, limit):
+    def _sum(self, m_ref, own, limit):
         """(A row's sum over its lanes, does it see no key?).
 
-        The sum is NaN where logits are so large that their distance from the frame is not known,
+        The sum is NaN where logits are so large that their distance from the m_ref is not known,
         and for keys of which none has entered the sum.
         """
         s = own
         for off in range(2):
             s = s + cute.arch.shuffle_sync_bfly(s, 1 << off)
-        far = (limit > 0) & ~(cute.math.absf(frame) < self.largest)
+        far = (limit > 0) & ~(cute.math.absf(m_ref) < self.largest)
         s = Float32(cutlass.select_(far, Float32(float("nan")), s))
         return s, s == 0.0

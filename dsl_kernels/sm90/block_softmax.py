@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks.compat import dsl_user_op, inline_ptx
 from ..blocks.types import F8, U16, U32
-from ..combine.frames import NEVER, P_LOG2_MAX
+from ..combine.online_softmax import NEVER, P_LOG2_MAX
 from ..formats.dims import TOKEN_TILE as TILE
 from .fragments import RowsOnM, mask
 

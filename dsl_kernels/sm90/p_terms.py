@@ -1,10 +1,10 @@
 """P as a sum of e4m3 terms: P' ~ p8, or p8 + r8 with r8 the e4m3 of what p8 leaves.
 
-P' is at most 2^8 in its block's frame, so r8 is at most 2^3 and needs no scale of its own: what of
-it falls among e4m3's subnormals (steps of 2^-9) is 2^-18 of the block's largest P' or less.  Both
-terms then share one chain of WGMMAs and one product tile, and the promotion to fp32 is what it was.
-r8 goes first: Hopper's FP8 accumulator keeps 13 bits below the largest addend, and products of r8
-on top of those of p8 would be cut at p8's (docs/numerics.md has both orders).
+P' is at most 2^8 relative to its block's reference, so r8 is at most 2^3 and needs no scale of its
+own: what of it falls among e4m3's subnormals (steps of 2^-9) is 2^-18 of the block's largest P' or
+less.  Both terms then share one chain of WGMMAs and one product tile, and the promotion to fp32 is
+what it was. r8 goes first: Hopper's FP8 accumulator keeps 13 bits below the largest addend, and
+products of r8 on top of those of p8 would be cut at p8's (docs/numerics.md has both orders).
 
 A buffer of P holds its terms one behind the other, p8 first.
 """

@@ -13,7 +13,8 @@ from ..load.work_list import Call
 
 WARPGROUP = 128
 ROWS_OF_CTA = 64
-FEW_ROWS = 32  # and less: S^T = K Q^T
+SWAP_AB_ROWS = 32  # and fewer: S^T = K Q^T
+FEW_ROWS = 32  # and fewer, of kernels over bytes, whose S^T is always K Q^T
 SOFTMAX_WARPS, PV_WARPS = 4, 8
 Q_READERS = {"softmax": SOFTMAX_WARPS}
 K_READERS = {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}

@@ -1,7 +1,7 @@
 """The correction warpgroup of SM100's 16-bit decode (dense_parts.py): O in tensor memory.
 
 A thread has one row and 256 of its channels, 128 of each half: columns o ... o + 255 of its lane.
-Before P.V of a tile it sees to V that must not meet P = 0 and, where a row's frame moved,
+Before P.V of a tile it sees to V that must not meet P = 0 and, where a row's m_ref moved,
 multiplies O by gamma; behind an item's last tile it writes the rows.
 """
 
@@ -59,7 +59,7 @@ class Correction:
 
     @cute.jit
     def correct(self, st, o_at, pst, adds):
-        """O *= gamma where a frame of the warp's rows moved; ``adds``: O has a value."""
+        """O *= gamma where an m_ref of the warp's rows moved; ``adds``: O has a value."""
         tidx, _, _ = cute.arch.thread_idx()
         factors = cute.make_layout((self.form.rows, self.p_stages))
         gamma = st.gamma.get_tensor(factors)[tidx % self.form.rows, pst.index]

@@ -120,7 +120,8 @@ class Issuers:
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.parts.work.item_at(gmem.work, i)
             for tile in cutlass.range(first, last, unroll=1):
-                # O is in the frame of P, and P is there: the correction warps have waited for it
+                # O is relative to P's m_ref, and P is there: the correction warps have
+                # waited for it
                 self.rings.corrected.wait_full(st, kst.index, kst.phase)
                 umma.after_sync()
                 if umma.elected():

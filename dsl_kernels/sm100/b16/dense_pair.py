@@ -13,7 +13,7 @@ Roles (3 warpgroups of 128 threads in each CTA; its 64 rows in softmax and corre
           warp 1  Q.K issuer      of the leader: 256 channels of Q -> tensor memory; S = Q K^T
           warp 2  P.V issuer      of the leader: O += P V, 64 tokens at a time
           warp 3  V producer      TMA: its 256 channels of each tile; owns tensor memory
-    wg 1          softmax         S -> registers, frames, P -> smem, gamma        (dense_softmax.py)
+    wg 1          softmax         S -> registers, m_refs, P -> smem, gamma        (dense_softmax.py)
     wg 2          correction      clears V, O *= gamma, rows to memory            (dense_correct.py)
 
 Timeline of tile i
@@ -21,7 +21,7 @@ Timeline of tile i
     V producer    | V i+1, its first 64 tokens while P.V i multiplies the others
     Q.K issuer    | Q.K i+1, as chunks land |
     softmax       | S i -> registers | max, exp2 | P.V i-1 is done: P i | S i+1 ...
-    correction    |                         wait P i, V i | O *= gamma if a frame moved | ...
+    correction    |                         wait P i, V i | O *= gamma if an m_ref moved | ...
     P.V issuer    |                             wait corrected i of both CTAs | P.V i | ...
 
 Barriers (Ring: full, empty; commits arrive at both CTAs', "leader": at its only)

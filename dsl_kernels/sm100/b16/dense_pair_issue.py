@@ -109,7 +109,7 @@ class PairIssuers:
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.parts.work.item_at(gmem.work, i)
             for tile in cutlass.range(first, last, unroll=1):
-                # O is in the frame of P, and P and V of both CTAs are there: their correction
+                # O is relative to P's m_ref, and P and V of both CTAs are there: their correction
                 # warps have waited for them
                 self.rings.corrected.wait_full(st, pst.index, pst.phase)
                 umma.after_sync()

@@ -65,7 +65,7 @@ class Rings(NamedTuple):
 
     Attributes:
         s, p: scores; P and gamma.
-        corrected: O is in the frame of P, V is there and clean.
+        corrected: O is relative to P's m_ref, V is there and clean.
         inv: 1 / row sums.
     """
 

@@ -1,7 +1,7 @@
 """The softmax warpgroup of SM100's 16-bit decode (dense_parts.py): S -> P, gamma, row sums.
 
-A thread holds half of a block of one row, 32 or 64 tokens (block_softmax.py).  Frames are SM90's of
-a 16-bit cache (sm90/online_softmax.py): lazy, P' = 2^(t - frame) in the cache's type.
+A thread holds half of a block of one row, 32 or 64 tokens (block_softmax.py).  ``m_ref`` is SM90's
+of a 16-bit cache (sm90/online_softmax.py): lazy, P' = 2^(t - m_ref) in the cache's type.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from cutlass import Float32, Int32
 
 from ...blocks.smem import array
 from ...blocks.types import U32
-from ...combine.frames import NEVER
-from ...sm90.online_softmax import move_frame
+from ...combine.online_softmax import NEVER
+from ...sm90.online_softmax import raise_m_ref
 from .. import umma
 from ..fp8 import block_softmax as shares
 from .dense_parts import S_STAGES, WARPGROUP, Barrier, Cta, Parts, items_of, tmem_of
@@ -50,7 +50,7 @@ class Softmax:
         row = tidx % self.form.rows
         pst = pipeline.make_pipeline_state(CONSUMER, self.p_stages)
         sst = pipeline.make_pipeline_state(CONSUMER, S_STAGES)
-        running = cute.make_rmem_tensor((2,), Float32)  # frame, row sum of this thread's tokens
+        running = cute.make_rmem_tensor((2,), Float32)  # m_ref, row sum of this thread's tokens
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, split = self.work.item_at(gmem.work, i)
@@ -93,7 +93,7 @@ class Softmax:
         maxima = shares.exchange(
             st.maxima, self.form, sst.index, row, wwarp, shares.maximum(t), Barrier.SAME_ROWS
         )
-        running[0], gamma = move_frame(shares.of_row(maxima), running[0])
+        running[0], gamma = raise_m_ref(shares.of_row(maxima), running[0])
         part = [Float32(0.0) for _ in range(4)]
         for v in cutlass.range_constexpr(self.tokens):
             t[v] = cute.math.exp2(t[v] - running[0], fastmath=True)

@@ -3,7 +3,7 @@
 Idea: weight-stationary MMAs give 64 query rows all lanes of tensor memory (umma.py), so that O of
 512 channels takes 256 columns and stays there for an item; S of 64 tokens takes 32, two thirds of Q
 the rest.  V is the K tile through a second descriptor (MN-major B).  BF16 and fp16 are one source.
-Numerics are SM90's of the same cache (sm90/b16/dense_decode.py): one *lazy* frame a row for P, O
+Numerics are SM90's of the same cache (sm90/b16/dense_decode.py): one *lazy* m_ref a row for P, O
 and the row sum, which moves when a block's maximum is 2^15 above it; then its warp multiplies O by
 gamma, in tensor memory.
 
@@ -14,14 +14,14 @@ Roles (3 warpgroups of 128 threads)
           warp 1  Q producer      TMA: the row tile of each item
           warp 2  Q.K issuer      384 channels of Q -> tensor memory; S = Q K^T, chunk by chunk
           warp 3  P.V issuer      O += P V in two halves of 256 channels; owns tensor memory
-    wg 1          softmax         S -> registers, frames, P -> smem, gamma        (dense_softmax.py)
+    wg 1          softmax         S -> registers, m_refs, P -> smem, gamma        (dense_softmax.py)
     wg 2          correction      clears V, O *= gamma, rows to memory            (dense_correct.py)
 
 Timeline of tile i (one of two stages of the KV ring)
     KV producer   |TMA i+1, first half of V as soon as P.V i-1 has read its own ...
     Q.K issuer    | Q.K i+1, as chunks land |
     softmax       | S i -> registers | max, exp2, 16 bits -> P i | S i+1 ...
-    correction    |                         wait P i | O *= gamma if a frame moved | ...
+    correction    |                         wait P i | O *= gamma if an m_ref moved | ...
     P.V issuer    |                                   wait corrected i | lower, upper half | ...
 
 Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are complete)

@@ -16,7 +16,7 @@ from cutlass import Float32, Uint32, const_expr
 from ...blocks.smem import array
 from ...blocks.types import F8
 from ...combine.epilogue import finish_row
-from ...combine.frames import NEVER, P_LOG2_MAX
+from ...combine.online_softmax import NEVER, P_LOG2_MAX
 from ...load.fp8_per_token import TokenScales, safe_reciprocal
 from .. import umma
 
@@ -121,7 +121,7 @@ def finish_item(
 ):  # fmt: skip
     """Row sums of an item -> 1/l for the warps that write its rows, LSE to memory.
 
-    ``inv``: their ring; ``same_rows``: ``exchange``'s barrier; ``running``: frame, and this
+    ``inv``: their ring; ``same_rows``: ``exchange``'s barrier; ``running``: m_ref, and this
     thread's share of the row sum.
     """
     tidx, _, _ = cute.arch.thread_idx()

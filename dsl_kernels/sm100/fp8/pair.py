@@ -2,8 +2,8 @@
 
 Idea: one MMA of a pair reads each CTA's half of the tokens (Q.K) and of the channels (P.V) for the
 rows of both, so shared memory is read half as often as by two CTAs of their own (fp8/ws.py).  A
-tile, and so a block of P with its frame, is 128 tokens.  V is a region of its own: as B of P.V a
-CTA holds its channels of all tokens, as B of Q.K its tokens of all channels (pair_loads.py).
+tile, and so a block of P with its reference, is 128 tokens.  V is a region of its own: as B of P.V
+a CTA holds its channels of all tokens, as B of Q.K its tokens of all channels (pair_loads.py).
 Numerics are those of ``ws`` with blocks of 128 (docs/numerics.md).
 
 Executed on the software GPU (softgpu); no Blackwell GPU has run it.

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
-from ...combine.frames import NEVER, move_frame
+from ...combine.online_softmax import NEVER, raise_m_ref
 from ...entry.entries import row_facts
 from ...load.work_list import WorkList
 from .. import umma
@@ -91,7 +91,7 @@ class Softmax:
         kst = pipeline.make_pipeline_state(consumer, self.tiles.stages)
         sst = pipeline.make_pipeline_state(consumer, self.s_stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.p_stages)
-        running = cute.make_rmem_tensor((2,), Float32)  # frame, row sum of this thread's tokens
+        running = cute.make_rmem_tensor((2,), Float32)  # m_ref, row sum of this thread's tokens
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, split = self.work.item_at(gmem.work, i)
@@ -159,7 +159,7 @@ class Softmax:
         (m, part, t), (_, _, ragged_from, seqlen) = found, facts
         ragged = (tile + 1) * self.work.tile > ragged_from
         old = running[0]
-        running[0], beta, gamma = move_frame(m, old)
+        running[0], beta, gamma = raise_m_ref(m, old)
         running[1] = running[1] * gamma + part * beta
         self.tiles.wait_values(cta, pst)
         if ragged:

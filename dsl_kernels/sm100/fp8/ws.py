@@ -3,8 +3,8 @@
 Idea: weight-stationary MMAs give 64 query rows all lanes of tensor memory (umma.py), so S of 64
 tokens takes 32 columns and a block product P.V of 512 channels takes 256.  P.V reads the K tile
 through a second descriptor (MN-major B): nothing is transposed, nothing is loaded twice.  Numerics
-are those of SM90 (docs/numerics.md): per-token scales, a P of every block in a frame of its own,
-fp32 sums of blocks in registers; Q.K is one chain, because this tensor core keeps its bits.
+are those of SM90 (docs/numerics.md): per-token scales, a P of every block with a reference of its
+own, fp32 sums of blocks in registers; Q.K is one chain, because this tensor core keeps its bits.
 
 Executed on the software GPU (softgpu); no Blackwell GPU has run it.  A copy of 16 bytes a row from
 a 128-byte swizzled tile into tensor memory is the form that no shipped kernel is known to use.

@@ -5,7 +5,7 @@ FlashAttention-4 and FlashMLA serve.
 
 Arguments, list of work, loads, clearing of V and what a NaN in V does are SM90's
 (sm90/mha/mha_fwd.py, sm90/attention_parts.py, sm90/hidden_keys.py).  A CTA has 128 query rows, M of
-one ``tcgen05.mma``.  Two softmax warpgroups take its tiles of 128 keys *in turn*, each with frames,
+one ``tcgen05.mma``.  Two softmax warpgroups take its tiles of 128 keys *in turn*, each with m_refs,
 row sums and an accumulator O of its own, which are merged at a work tile's end: nothing is
 exchanged in the loop, and S of one is computed under the other's softmax.
 
@@ -15,7 +15,7 @@ Roles (3 warpgroups of 128 threads)
                                is taken again
           warp 2  issuer       S = Q K^T; O = P V (+ O)                            (mha_issue.py)
           warp 3               allocates tensor memory, frees it at the end
-    wg 1, 2       softmax      tiles 0, 2 .. and 1, 3 ..: S -> P, rescaling of O where a frame
+    wg 1, 2       softmax      tiles 0, 2 .. and 1, 3 ..: S -> P, rescaling of O where an m_ref
                                moves (rarely), half of the channels of every row   (mha_softmax.py)
 
 Timeline, tile x of a work tile (n - 1 .. 0 of its keys)
@@ -28,7 +28,7 @@ Tensor memory (columns of 512, a row a lane)
     128  S of turn 1, likewise
     256  O of turn 0, d_v channels      256 + d_v  O of turn 1
 
-Shared memory    Q 128 rows | K 2 tiles | V 2 tiles | notes, barriers, frames and sums
+Shared memory    Q 128 rows | K 2 tiles | V 2 tiles | notes, barriers, m_refs and sums
     d_qk, d_v  192, 128: 219,136 bytes      128, 128: 169,984 bytes
 
 Executed on the software GPU (softgpu); no Blackwell GPU has run it.
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ...spec import VariantSpec
 
 SMALL, SOFTMAX = 80, 208  # registers
-SMALL_BYTES = 8192  # notes, barriers, frames and sums, alignment: an upper bound
+SMALL_BYTES = 8192  # notes, barriers, m_refs and sums, alignment: an upper bound
 
 
 def feasible(spec: VariantSpec) -> str | None:

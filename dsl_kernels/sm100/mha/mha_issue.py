@@ -10,7 +10,7 @@ with other readers: a commit frees Q, K and V.
                                                      clearing warp has noted what it found in V
     seen     softmax warps -> clearing warp          likewise: they have read it
     s        MMAs -> softmax of the turn             2, a warpgroup each
-    p        its 4 warps -> issuer                   2: P is stored, O is in its frame
+    p        its 4 warps -> issuer                   2: P is stored, O is relative to its m_ref
     o        MMAs -> the same softmax                2: the turn's last P.V is complete
     ofree    softmax warps -> issuer                 O of a work tile is read
 
@@ -83,7 +83,7 @@ class Loads100(Loads):
             self.fields.update(ring.field)
         self.fields.update(
             tmem=array(Int32, 4, 16),
-            shares=array(Float32, 2 * TURNS * 2 * ROWS, 128),  # frame, sum; by turn; two work tiles
+            shares=array(Float32, 2 * TURNS * 2 * ROWS, 128),  # m_ref, sum; by turn; two work tiles
         )
 
     @cute.jit

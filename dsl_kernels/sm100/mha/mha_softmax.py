@@ -1,6 +1,6 @@
 """A softmax warpgroup of SM100's dense MHA prefill (mha_fwd.py): S -> P, its O, and rows.
 
-A thread has one row of its turn's tiles: frame, row sum and O are its own.  Frames are those of
+A thread has one row of its turn's tiles: m_ref, row sum and O are its own.  ``m_ref`` is that of
 sm90/online_softmax.py; where one moves, O is rescaled in tensor memory, behind P.V of the turn
 before.  Behind a work tile's last turn both warpgroups' parts of a row become one: each writes half
 of the channels, of O of both.
@@ -16,12 +16,12 @@ from cutlass.experimental import primitives as prim
 from ...blocks import compat
 from ...blocks.rounding import fma
 from ...blocks.types import F16
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ...formats.mha_list import ROWS
 from ...schedule.mha_items import key_tiles
 from ...sm90.attention_parts import LARGEST, LARGEST_F16, LN2
 from ...sm90.hidden_keys import any_nan, times_zero, whole_tiles
-from ...sm90.online_softmax import move_frame
+from ...sm90.online_softmax import raise_m_ref
 from .. import umma
 from ..b16.dense_parts import WARPGROUP, store, wait_stores
 from .mha_issue import O_AT, P_AT, S_AT, TILE, TURNS, Loads100
@@ -47,7 +47,7 @@ class Softmax:
         loads: rings.
         dtype: of P and of results.
         d_v: channels of O.
-        largest: frames of rows that are right are below it.
+        largest: m_refs of rows that are right are below it.
     """
 
     def __init__(self, loads: Loads100, dtype):
@@ -61,7 +61,7 @@ class Softmax:
         lane, warp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         mine, number = warp * 32 + lane, turn * WARPS + warp
         at = umma.lanes_of(tmem, warp)
-        running = cute.make_rmem_tensor((2,), Float32)  # frame, sum
+        running = cute.make_rmem_tensor((2,), Float32)  # m_ref, sum
         own, ended, done, finds = Int32(0), Int32(0), Int32(0), Int32(0)
         self.loads.hidden.reset(st, number)
         count = Int32(0)
@@ -94,7 +94,8 @@ class Softmax:
 
     @cute.jit
     def block(self, st, at, running, scale, limit, masked, turn, own, adds):
-        """S of a tile -> P, O in its frame; ``limit``: keys of the tile that the row sees."""
+        """S of a tile -> P, O relative to its m_ref; ``limit``: keys of the tile that the row
+        sees."""
         s_at = at + S_AT + turn * TILE
         self.loads.s.wait_full(st, turn, own & 1)
         umma.after_sync()
@@ -109,7 +110,7 @@ class Softmax:
                 if v >= limit:
                     t[v] = -Float32.inf
         old = running[0]
-        new, gamma = move_frame(_most(t) * scale, old)
+        new, gamma = raise_m_ref(_most(t) * scale, old)
         if adds & cute.arch.vote_any_sync(new != old):
             # S came behind P.V of this turn's tile before, of the same thread: O is complete
             self._rescale(at + O_AT + turn * self.d_v, gamma)
@@ -192,28 +193,28 @@ class Softmax:
 
     @cute.jit
     def _merge(self, st, running, mine, turn, buffer, limit, factors):
-        """A row's frame and sum of both turns: to ``running``'s frame the common one, to
+        """A row's m_ref and sum of both turns: to ``running``'s m_ref the common one, to
         ``factors`` those of O of each turn; returns the sum, NaN where logits are so large that
-        their distance from the frame is not known."""
+        their distance from the m_ref is not known."""
         shares = st.shares.get_tensor(cute.make_layout((ROWS, 2, TURNS, 2)))
         shares[mine, 0, turn, buffer] = running[0]
         shares[mine, 1, turn, buffer] = running[1]
         # no fence in front: its own columns a thread has handed on with P, O is the commit's
         cute.arch.barrier(barrier_id=BOTH, number_of_threads=TURNS * WARPGROUP)
         umma.after_sync()
-        frames = [shares[mine, 0, x, buffer] for x in range(TURNS)]
-        frame = cute.arch.fmax(frames[0], frames[1])
+        m_refs = [shares[mine, 0, x, buffer] for x in range(TURNS)]
+        m_ref = cute.arch.fmax(m_refs[0], m_refs[1])
         for x in cutlass.range_constexpr(TURNS):
-            factors[x] = cute.math.exp2(frames[x] - frame, fastmath=True)
+            factors[x] = cute.math.exp2(m_refs[x] - m_ref, fastmath=True)
         sums = [shares[mine, 1, x, buffer] for x in range(TURNS)]
         total = fma(factors[1], sums[1], factors[0] * sums[0])
-        far = (limit > 0) & ~(cute.math.absf(frame) < self.largest)
+        far = (limit > 0) & ~(cute.math.absf(m_ref) < self.largest)
         total = Float32(cutlass.select_(far, Float32(float("nan")), total))
         inverse = cute.arch.rcp_approx(total)
         for x in cutlass.range_constexpr(TURNS):
             scaled = factors[x] * inverse
             factors[x] = Float32(cutlass.select_(total == 0.0, Float32(0.0), scaled))
-        running[0] = frame
+        running[0] = m_ref
         return total
 
     @cute.jit

@@ -15,10 +15,10 @@ Roles (4 warpgroups)
     wg 1          softmax         Q.K, softmax, P to shared memory
     wg 2, 3       P.V             O of half of d_v each, in fp32 registers
 
-Frames (log2 units).  P' = 2^(t - m_ref) in 16 bits; O and the row sum live in the same frame.  It
-is *lazy*: a block whose maximum is up to 2^15 above it leaves it where it is, so that O is hardly
-ever rescaled; when it moves, the block's largest P' is 2^8.  fp16 holds 2^15, and what is 2^22
-below the frame's first maximum is still a normal number.
+m_ref (log2 units).  P' = 2^(t - m_ref) in 16 bits; O and the row sum are relative to the same
+m_ref.  It is *lazy*: a block whose maximum is up to 2^15 above it leaves it where it is, so that O
+is hardly ever rescaled; when it moves, the block's largest P' is 2^8.  fp16 holds 2^15, and what is
+2^22 below the m_ref's first maximum is still a normal number.
 
 Shared memory: ring 2 x 73728 bytes | Q 73728 (64 rows), 36864 (32), 2 x 18432 (16) | factors,
 barriers.  P of a tile lies where the tile's RoPE columns were (64 tokens x 128 bytes), which Q.K
@@ -38,9 +38,9 @@ from ...formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from ...formats.dims import TOKEN_TILE as TILE
 from ..decode import Decode, infeasible
 from ..roles import INV_RING, ROWS_OF_CTA, Cta
-from .dense_parts import TOKEN_BYTES, Parts, is_few
-from .dense_rows_on_m import ManyRows
-from .dense_swap_ab import FewRows
+from .dense_parts import TOKEN_BYTES, Parts, swaps_ab
+from .dense_rows_on_m import RowsOnM
+from .dense_swap_ab import SwapAb
 
 if TYPE_CHECKING:
     from ...spec import VariantSpec
@@ -55,8 +55,8 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    form = FewRows if is_few(spec) else ManyRows
-    few, rows = is_few(spec), min(spec.row_tile, ROWS_OF_CTA)
+    form = SwapAb if swaps_ab(spec) else RowsOnM
+    swap_ab, rows = swaps_ab(spec), min(spec.row_tile, ROWS_OF_CTA)
     producer, softmax, pv = form.registers
     parts, half = Parts(spec), KV_LORA_RANK // 2
     tiles = (parts.stages * TILE + parts.q_stages * rows) * TOKEN_BYTES
@@ -72,8 +72,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
             *INV_RING.budget(),
         ),
         mmas=(
-            bud.Mma("Q.K", TILE if few else rows, rows if few else TILE, HEAD_DIM_QK, spec.dtype),
-            bud.Mma("P.V", 64, rows if few else half // 2, TILE, spec.dtype),
+            bud.Mma("Q.K", *((TILE, rows) if swap_ab else (rows, TILE)), HEAD_DIM_QK, spec.dtype),
+            bud.Mma("P.V", 64, rows if swap_ab else half // 2, TILE, spec.dtype),
         ),
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ class Split:
 
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget = Parts(spec), budget(spec)
-        self.form = FewRows(self.parts) if is_few(spec) else ManyRows(self.parts)
+        self.form = SwapAb(self.parts) if swaps_ab(spec) else RowsOnM(self.parts)
         self.layouts, self.storage = self.form.layouts, self.form.storage
         self.init_barriers = self.form.init_barriers
 

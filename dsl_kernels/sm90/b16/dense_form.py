@@ -4,7 +4,7 @@
     tokens on M  b16/dense_swap_ab.py    32 rows or fewer: S^T = K Q^T, O^T = V^T P^T
 
 Hand-over of a block, in the tile's stage of the ring: P over the tile's RoPE columns, factor gamma
-of its rows, and whether a frame moved.  Hand-over of an item: 1 / row sums, and where its
+of its rows, and whether an m_ref moved.  Hand-over of an item: 1 / row sums, and where its
 rows go (item_notes.py).
 """
 
@@ -18,7 +18,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
 from ...blocks.smem import array, staged, struct_of
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.stamp import Stamp
@@ -99,7 +99,7 @@ class Form:
             **self.parts.loads.fields,
             **self.parts.p_ring.field,
             **INV_RING.field,
-            flag=array(Int32, SOFTMAX_WARPS * stages, 16),  # did a frame of warp w's rows move?
+            flag=array(Int32, SOFTMAX_WARPS * stages, 16),  # did an m_ref of warp w's rows move?
             gamma=array(Float32, padded * stages, 16),
             inv=array(Float32, padded, 16),  # 1 / row sum
             **note_fields(),

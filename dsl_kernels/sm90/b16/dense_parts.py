@@ -20,12 +20,12 @@ from ...load.paged_tma import Early, PagedTma
 from ...load.q_tiles import QTiles
 from ...load.work_list import WorkList
 from ..roles import (
-    FEW_ROWS,
     K_READERS,
     PV_WARPS,
     Q_READERS,
     ROWS_OF_CTA,
     SOFTMAX_WARPS,
+    SWAP_AB_ROWS,
     Cta,
     Layouts,
 )
@@ -42,9 +42,9 @@ CHUNK_STEPS = HEAD_DIM_QK // 16 // CHUNKS  # of Q.K
 COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
-def is_few(spec: VariantSpec) -> bool:
-    """Return True if query rows lie on N: ``row_tile`` is ``FEW_ROWS`` or fewer."""
-    return spec.row_tile <= FEW_ROWS
+def swaps_ab(spec: VariantSpec) -> bool:
+    """Return True if query rows lie on N: ``row_tile`` is ``SWAP_AB_ROWS`` or fewer."""
+    return spec.row_tile <= SWAP_AB_ROWS
 
 
 def stages_of(spec: VariantSpec) -> int:
@@ -54,7 +54,7 @@ def stages_of(spec: VariantSpec) -> int:
 
 def q_stages_of(spec: VariantSpec) -> int:
     """Q tiles in flight: the next item's is prefetched where there is room."""
-    return 2 if spec.row_tile <= FEW_ROWS // stages_of(spec) else 1
+    return 2 if spec.row_tile <= SWAP_AB_ROWS // stages_of(spec) else 1
 
 
 def p_ring(stages: int) -> Ring:

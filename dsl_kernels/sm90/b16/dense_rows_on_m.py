@@ -7,8 +7,8 @@ memory would keep busy longer than the tensor core.
 Timeline of tile i
     KV producer   |TMA i+1 ...
     softmax       | wait K i by 64 channels, Q.K i | max, exp2, 16 bits of i | P i -> | wait K i+1
-    P.V           | wait P i | rescale O if a frame moved | 4 WGMMAs 64 x 128 x 16, free half of K i
-                  | 4 WGMMAs on the other half, free K i
+    P.V           | wait P i | rescale O if an m_ref moved | 4 WGMMAs 64 x 128 x 16, free half of K
+                  i | 4 WGMMAs on the other half, free K i
 
 Rows of a thread are the same in S and in O, so that warp w of a P.V warpgroup needs the factors
 and the flag of softmax warp w alone.
@@ -36,7 +36,7 @@ from ...formats.dims import HEAD_DIM_QK
 from ...formats.dims import TOKEN_TILE as TILE
 from ..block_softmax import ROWS_ON_M, maxima, store_words_of_p
 from ..fragments import mask
-from ..online_softmax import move_frame
+from ..online_softmax import raise_m_ref
 from ..roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier, Layouts
 from ..wgmma import issue, tiled_mma
 from .dense_form import HALF, Form
@@ -49,7 +49,7 @@ REGISTER_STEPS = 24  # of Q.K's 36 whose Q operand is in registers
 LINE_BLOCK = TILE * 128  # bytes of 64 channels of a tile: 64 swizzled lines
 
 
-class ManyRows(Form):
+class RowsOnM(Form):
     """The form with rows on M."""
 
     registers = (32, 160, 160)
@@ -141,7 +141,7 @@ class ManyRows(Form):
         gamma, moved = [None] * 2, False
         for i in cutlass.range_constexpr(2):
             old = m_ref[i]
-            m_ref[i], gamma[i] = move_frame(m[i], old)
+            m_ref[i], gamma[i] = raise_m_ref(m[i], old)
             moved = moved or m_ref[i] > old
         part = [Float32(0.0) for _ in range(4)]
         for v in cutlass.range_constexpr(ROWS_ON_M.values):

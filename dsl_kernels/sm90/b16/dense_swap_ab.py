@@ -8,7 +8,7 @@ which 16-bit types may be: nothing is transposed and V needs no registers.  P^T 
 Timeline of tile i
     KV producer   |TMA i+1 ...
     softmax       | wait K i by 64 channels, Q.K i | max over warps, exp2 | P i -> | wait K i+1
-    P.V           | wait P i | rescale O if a frame moved | 4 x 4 WGMMAs 64 x rows x 16 | free K i
+    P.V           | wait P i | rescale O if an m_ref moved | 4 x 4 WGMMAs 64 x rows x 16 | free K i
 
 Registers: softmax 120, P.V 160 (O^T 32 or 64), producers 40.
 """
@@ -30,7 +30,7 @@ from ...formats.dims import TOKEN_TILE as TILE
 from ..across_warps import AcrossWarps
 from ..block_softmax import store_words_of_p
 from ..fragments import TokensOnM, mask, pad_layout, padded_size
-from ..online_softmax import move_frame
+from ..online_softmax import raise_m_ref
 from ..roles import INV_RING, SOFTMAX_WARPS, WARPGROUP, Layouts
 from ..wgmma import issue, tiled_mma
 from .dense_form import HALF, Form
@@ -39,7 +39,7 @@ from .dense_parts import CHUNK_STEPS, CHUNKS, Parts, k_layout
 D_BLOCKS = HALF // 64  # of 64 channels, a P.V warpgroup
 
 
-class FewRows(AcrossWarps, Form):
+class SwapAb(AcrossWarps, Form):
     """The form with rows on N."""
 
     registers = (40, 120, 160)
@@ -107,13 +107,13 @@ class FewRows(AcrossWarps, Form):
         for x in cutlass.range_constexpr(n_rows):
             v = 4 * (x // 2) + x % 2
             old = m_ref[x]
-            m_ref[x], gamma[x] = move_frame(m[x], old)
+            m_ref[x], gamma[x] = raise_m_ref(m[x], old)
             t[v] = cute.math.exp2(t[v] - m_ref[x], fastmath=True)
             t[v + 2] = cute.math.exp2(t[v + 2] - m_ref[x], fastmath=True)
             l_run[x] = l_run[x] * gamma[x] + (t[v] + t[v + 2])
             moved = moved or m_ref[x] > old
         self.store_p(st, t, stage, wwarp, lane)
-        if (wwarp == 0) & (lane < 4):  # all warps have the same frames
+        if (wwarp == 0) & (lane < 4):  # all warps have the same m_refs
             at = stage * padded_size(self.rows_cta)
             gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
             for x in cutlass.range_constexpr(n_rows):

@@ -18,8 +18,8 @@ Timeline of tile i
 
 Forms, loops and hand-overs: sparse_prefill_form.py.
 
-Frames (log2 units; sm90/online_softmax.py).  P' = 2^(t - frame) in BF16, O and the row sum in fp32
-of the same frame, which moves when a tile exceeds it by 2^15 only.
+m_ref (log2 units; sm90/online_softmax.py).  P' = 2^(t - m_ref) in BF16, O and the row sum in fp32
+relative to the same m_ref, which moves when a tile exceeds it by 2^15 only.
 
 Shared memory   KV 2 x 73728 (a stage has room for 576 channels; with 512 the last 64 are P's alone)
 | Q 73728 with 64 rows, 2 x 36864 with 32, 2 x 18432 with 16 | gamma, factors of O, flags, bits of
@@ -42,12 +42,12 @@ from ...blocks.smem import struct_of
 from ...formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from ...formats.dims import TOKEN_TILE as TILE
 from ...load.work_list import LOG2E
-from ..roles import FEW_ROWS, INV_RING, WARPGROUP
+from ..roles import INV_RING, SWAP_AB_ROWS, WARPGROUP
 from .dense_rows_on_m import PV_N
 from .sparse_prefill_form import GatheredForm, p_ring
 from .sparse_prefill_parts import STAGES, GatheredTiles, Gmem
-from .sparse_prefill_rows_on_m import ManyHeads, ManyLines
-from .sparse_prefill_swap_ab import FewHeads
+from .sparse_prefill_rows_on_m import GatheredLines, GatheredRowsOnM
+from .sparse_prefill_swap_ab import GatheredSwapAb
 
 if TYPE_CHECKING:
     from ...spec import VariantSpec
@@ -62,14 +62,14 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def form_of(spec: VariantSpec) -> type[GatheredForm]:
     """The class of the form of ``spec``."""
-    if spec.row_tile <= FEW_ROWS:
-        return FewHeads
-    return ManyLines if spec.lists == "split" else ManyHeads
+    if spec.row_tile <= SWAP_AB_ROWS:
+        return GatheredSwapAb
+    return GatheredLines if spec.lists == "split" else GatheredRowsOnM
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    rows, few, form = spec.row_tile, spec.row_tile <= FEW_ROWS, form_of(spec)
+    rows, swap_ab, form = spec.row_tile, spec.row_tile <= SWAP_AB_ROWS, form_of(spec)
     producer, softmax, pv = form.registers
     loads = GatheredTiles(spec.d_qk, rows)
     tiles = (STAGES * TILE + loads.q_stages * rows) * HEAD_DIM_QK * 2
@@ -85,8 +85,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
             *p_ring(rows).budget(), *INV_RING.budget(),
         ),
         mmas=(
-            bud.Mma("Q.K", TILE if few else rows, rows if few else TILE, spec.d_qk, "bf16"),
-            bud.Mma("P.V", 64, rows if few else PV_N, TILE, "bf16"),
+            bud.Mma("Q.K", TILE if swap_ab else rows, rows if swap_ab else TILE, spec.d_qk, "bf16"),
+            bud.Mma("P.V", 64, rows if swap_ab else PV_N, TILE, "bf16"),
         ),
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ is.
     tokens on M  b16/sparse_prefill_swap_ab.py    32 heads or fewer: S^T = K Q^T, O^T = V^T P^T
 
 Hand-over of a tile, as in 16-bit decode (dense_form.py): P over the tile's RoPE columns, factor
-gamma of its rows, and whether a frame moved.  Hand-over of a work tile: by what O is multiplied.
+gamma of its rows, and whether an m_ref moved.  Hand-over of a work tile: by what O is multiplied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, const_expr
 from ...blocks.barriers import Ring
 from ...blocks.smem import array
 from ...blocks.types import BF16
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ..attention_parts import release
 from ..fragments import padded_size
 from ..roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS
@@ -91,7 +91,7 @@ class GatheredForm(Form):
             **self.loads.fields,
             **self.parts.p_ring.field,
             **INV_RING.field,
-            flag=array(Int32, SOFTMAX_WARPS * STAGES, 16),  # did a frame of warp w's rows move?
+            flag=array(Int32, SOFTMAX_WARPS * STAGES, 16),  # did an m_ref of warp w's rows move?
             gamma=array(Float32, padded * STAGES, 16),
             inv=array(Float32, padded, 16),  # by what O is multiplied
             **self.fields(),
@@ -107,7 +107,7 @@ class GatheredForm(Form):
     def softmax(self, st, layouts, gmem, cta):
         """Work tiles and tiles of the softmax warpgroup."""
         operands, rows = self.score_operands(st, layouts), self.fragment.rows
-        frame, sums, most = (cute.make_rmem_tensor((rows,), Float32) for _ in range(3))
+        m_ref, sums, most = (cute.make_rmem_tensor((rows,), Float32) for _ in range(3))
         total, tiles, items = Work.total(gmem), Int32(0), Int32(0)  # behind us
         query, _ = Work.place(gmem, cta)
         count = Work.count(gmem, query)
@@ -115,11 +115,11 @@ class GatheredForm(Form):
             item = Work.item(gmem, j, count)
             query, _ = Work.place(gmem, j + gmem.ctas)
             count = Work.count(gmem, query)
-            frame.fill(NEVER)
+            m_ref.fill(NEVER)
             sums.fill(0.0)
             most.fill(-Float32.inf)
             self.begin(st, operands, items)
-            state = (frame, sums, most, gmem.scale)
+            state = (m_ref, sums, most, gmem.scale)
             for tile in cutlass.range(0, item.tiles, unroll=1):
                 ends = tile == 0, tile + 1 == item.tiles
                 self.tile(st, operands, state, Turn.of(tiles), items, ends)

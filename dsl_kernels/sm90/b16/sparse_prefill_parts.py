@@ -408,14 +408,14 @@ class GatheredTiles:
 
 
 @cute.jit
-def finish_row(gmem, head, query, total, frame, most):
+def finish_row(gmem, head, query, total, m_ref, most):
     """LSE and largest logit of a row to memory, by one lane; returns by what O is multiplied.
 
     Of a piece of a list the LSE alone, in log2 units as merge wants it; sinks are merge's.
     ``most`` is the largest logit, -inf of a row that names no token."""
     total, kept = known(total, most), Float32(1.0)
     empty = total == 0.0
-    value = cute.math.log2(total, fastmath=True) + frame
+    value = cute.math.log2(total, fastmath=True) + m_ref
     if const_expr(gmem.width is not None):
         if head < gmem.heads:
             gmem.lse[query, head] = -Float32.inf if empty else value
@@ -431,7 +431,7 @@ def finish_row(gmem, head, query, total, frame, most):
 
 def known(total, most):
     """A row's sum; NaN where its largest logit, in log2 units, is so large that the distance from
-    its frame is not known (sm90/attention_parts.py), whatever the sum is.  A row without a token
+    its m_ref is not known (sm90/attention_parts.py), whatever the sum is.  A row without a token
     keeps its 0, and so does one whose logits are all -inf."""
     size = cute.math.absf(most)
     far = (size >= LARGEST) & (most != -Float32.inf)
@@ -439,10 +439,10 @@ def known(total, most):
 
 
 @cute.jit
-def first_lse(gmem, head, query, total, frame, most):
+def first_lse(gmem, head, query, total, m_ref, most):
     """LSE of the entries that the indexer chose, those up to this tile, by one lane."""
     total = known(total, most)
-    value = cute.math.log2(total, fastmath=True) + frame
+    value = cute.math.log2(total, fastmath=True) + m_ref
     if head < gmem.heads:
         gmem.lse_indexer[query, head] = Float32.inf if total == 0.0 else value * LN2
 

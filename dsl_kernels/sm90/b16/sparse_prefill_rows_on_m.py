@@ -1,12 +1,12 @@
 """Sparse prefill with 64 heads a CTA: rows on M, S = Q K^T, O = P V (b16/dense_rows_on_m.py).
 
-Maxima are a thread's own: only when one is above its row's frame by more than the headroom do lanes
-compare them, and the frame moves.  Two thirds of Q are in registers, so that their room in shared
+Maxima are a thread's own: only when one is above its row's m_ref by more than the headroom do lanes
+compare them, and the m_ref moves.  Two thirds of Q are in registers, so that their room in shared
 memory takes the next work tile's while this one runs.
 
 Timeline of tile i
     softmax   | Q.K i: first half, second half | maxima | P of 32 tokens -> | of the others -> |
-    P.V       | wait first P i | rescale O if a frame moved | 2 WGMMAs 64 x 128 x 16 | wait second
+    P.V       | wait first P i | rescale O if an m_ref moved | 2 WGMMAs 64 x 128 x 16 | wait second
               | 2 WGMMAs, free half of KV i | 4 WGMMAs on the other half, free KV i
 """
 
@@ -29,12 +29,12 @@ from ..attention_parts import release
 from ..block_softmax import ROWS_ON_M, store_words_of_p
 from ..fragments import padded_size
 from ..line_stores import GROUP_BYTES, LineGroup
-from ..online_softmax import HEADROOM, move_frame
+from ..online_softmax import HEADROOM, raise_m_ref
 from ..roles import INV_RING, PV_WARPS, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier
 from ..wgmma import issue
 from .dense_form import HALF
 from .dense_parts import CHUNK_STEPS
-from .dense_rows_on_m import PV_N, ManyRows
+from .dense_rows_on_m import PV_N, RowsOnM
 from .sparse_prefill_form import GatheredForm, Parts
 from .sparse_prefill_parts import (
     EARLY,
@@ -61,11 +61,11 @@ def own_maxima(acc, scale):
     ]
 
 
-class ManyHeads(GatheredForm, ManyRows):
+class GatheredRowsOnM(GatheredForm, RowsOnM):
     """The form with rows on M."""
 
     def __init__(self, loads: GatheredTiles):
-        ManyRows.__init__(self, Parts(loads))
+        RowsOnM.__init__(self, Parts(loads))
         self.loads = loads
 
     # ---------------------------------------------------------------- softmax warpgroup
@@ -108,7 +108,7 @@ class ManyHeads(GatheredForm, ManyRows):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        frame, sums, most, scale = state
+        m_ref, sums, most, scale = state
         acc = self.scores(st, operands, turn, items & 1, ends[0])
         if ends[1]:
             release(self.loads.q, st, LATE)
@@ -117,14 +117,14 @@ class ManyHeads(GatheredForm, ManyRows):
         beyond = False
         for i in cutlass.range_constexpr(2):
             most[i] = cute.arch.fmax(most[i], high[i])
-            beyond = beyond | (high[i] > frame[i] + HEADROOM)
+            beyond = beyond | (high[i] > m_ref[i] + HEADROOM)
         any_beyond = cute.arch.vote_any_sync(beyond)
         if any_beyond:
             for i in cutlass.range_constexpr(2):
                 top = high[i]
                 for off in cutlass.range_constexpr(2):
                     top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
-                frame[i], gamma = move_frame(top, frame[i])
+                m_ref[i], gamma = raise_m_ref(top, m_ref[i])
                 sums[i] = sums[i] * gamma
                 # the four lanes of a quad store the same: cheaper than a branch
                 at = 4 * (turn.stage * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i))
@@ -135,12 +135,12 @@ class ManyHeads(GatheredForm, ManyRows):
         part = [Float32(0.0) for _ in range(4)]
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all have read the RoPE columns
         for half in cutlass.range_constexpr(2):
-            part = self.half_of_p(st, acc, frame, scale, part, turn, operands[3], half)
+            part = self.half_of_p(st, acc, m_ref, scale, part, turn, operands[3], half)
         for i in cutlass.range_constexpr(2):
             sums[i] = sums[i] + (part[2 * i] + part[2 * i + 1])
 
     @cute.jit
-    def half_of_p(self, st, acc, frame, scale, part, turn, line, half: cutlass.Constexpr):
+    def half_of_p(self, st, acc, m_ref, scale, part, turn, line, half: cutlass.Constexpr):
         """P of 32 tokens, handed over; returns the rows' sums, two each, which gain theirs."""
         tidx, _, _ = cute.arch.thread_idx()
         count = const_expr(ROWS_ON_M.values // 2)
@@ -148,7 +148,7 @@ class ManyHeads(GatheredForm, ManyRows):
         for x in cutlass.range_constexpr(count):
             v = count * half + x
             row = ROWS_ON_M.row(v)
-            p[x] = cute.math.exp2(fma(acc[v], scale, -frame[row]), fastmath=True)
+            p[x] = cute.math.exp2(fma(acc[v], scale, -m_ref[row]), fastmath=True)
             part[2 * row + v % 2] = part[2 * row + v % 2] + p[x]
         p16 = cute.make_rmem_tensor((count,), BF16)
         p16.store(p.load().to(BF16))
@@ -178,7 +178,7 @@ class ManyHeads(GatheredForm, ManyRows):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        frame, sums, most, _ = state
+        m_ref, sums, most, _ = state
         inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
         INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
         for i in cutlass.range_constexpr(2):
@@ -189,18 +189,18 @@ class ManyHeads(GatheredForm, ManyRows):
             if lane % 4 == 0:
                 row = ROWS_ON_M.row_at(wwarp, lane, i)
                 head = item.block * ROWS_OF_CTA + row
-                inv[row] = finish_row(gmem, head, item.query, total, frame[i], top)
+                inv[row] = finish_row(gmem, head, item.query, total, m_ref[i], top)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_full(st, 0)
 
     @cute.jit
     def note_first(self, st, gmem, item, state):
-        """The four lanes of a quad have the same frame, and a share of the sum each."""
+        """The four lanes of a quad have the same m_ref, and a share of the sum each."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        frame, sums, most, _ = state
+        m_ref, sums, most, _ = state
         for i in cutlass.range_constexpr(2):
             total, top = sums[i], most[i]
             for off in cutlass.range_constexpr(2):
@@ -208,7 +208,7 @@ class ManyHeads(GatheredForm, ManyRows):
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
             if lane % 4 == 0:
                 head = item.block * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i)
-                first_lse(gmem, head, item.query, total, frame[i], top)
+                first_lse(gmem, head, item.query, total, m_ref[i], top)
 
     # ---------------------------------------------------------------- P.V warpgroups
 
@@ -216,7 +216,7 @@ class ManyHeads(GatheredForm, ManyRows):
     def product(self, st, acc_O, operands, turn):
         """The first half of P meets the first half of the channels while softmax is at the other.
 
-        The rest is as ``ManyRows.pv_block`` does it.
+        The rest is as ``RowsOnM.pv_block`` does it.
         """
         tidx, _, _ = cute.arch.thread_idx()
         lane, stage = tidx % 32, turn.stage
@@ -265,7 +265,7 @@ class ManyHeads(GatheredForm, ManyRows):
             store_woven(target, 0, runs, head < gmem.heads, woven)
 
 
-class ManyLines(ManyHeads):
+class GatheredLines(GatheredRowsOnM):
     """The same where lists are split: fp32 partial rows, stored as whole lines (line_stores.py).
 
     Shared memory has another 8192 bytes, ``lines``, a line group of each P.V warp.

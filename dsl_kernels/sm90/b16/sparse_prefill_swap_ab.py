@@ -6,7 +6,7 @@ ends.
 
 Timeline of tile i
     softmax   | Q.K i: first half, second half | maxima over warps, exp2 | P^T i -> | wait K i+1
-    P.V       | wait P i | rescale O if a frame moved | 2 x 4 WGMMAs 64 x rows x 16, free half of
+    P.V       | wait P i | rescale O if an m_ref moved | 2 x 4 WGMMAs 64 x rows x 16, free half of
               | KV i | as many on the other half, free KV i
 """
 
@@ -21,25 +21,25 @@ from ...blocks import compat
 from ...blocks.barriers import warps_meet
 from ...blocks.rounding import fma
 from ...combine.epilogue import store_run
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ...formats.dims import TOKEN_TILE as TILE
 from ..attention_parts import release
 from ..fragments import pad_layout, padded_size, row_position
-from ..online_softmax import move_frame
+from ..online_softmax import raise_m_ref
 from ..roles import INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier
 from ..wgmma import issue
 from .dense_form import HALF
 from .dense_parts import CHUNK_STEPS
-from .dense_swap_ab import D_BLOCKS, FewRows
+from .dense_swap_ab import D_BLOCKS, SwapAb
 from .sparse_prefill_form import GatheredForm, Parts
 from .sparse_prefill_parts import EARLY, LATE, GatheredTiles, finish_row, first_lse, place_of
 
 
-class FewHeads(GatheredForm, FewRows):
+class GatheredSwapAb(GatheredForm, SwapAb):
     """The form with tokens on M."""
 
     def __init__(self, loads: GatheredTiles):
-        FewRows.__init__(self, Parts(loads))
+        SwapAb.__init__(self, Parts(loads))
         self.loads = loads
 
     # ---------------------------------------------------------------- softmax warpgroup
@@ -74,7 +74,7 @@ class FewHeads(GatheredForm, FewRows):
         tidx, _, _ = cute.arch.thread_idx()
         lane, n_rows = tidx % 32, self.fragment.rows
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        frame, sums, most, scale = state
+        m_ref, sums, most, scale = state
         q_slot, _ = self.loads.slot_of_q(items, EARLY)
         t = self.scores(st, operands, turn, q_slot)
         if ends[1]:
@@ -86,17 +86,17 @@ class FewHeads(GatheredForm, FewRows):
         moved = False
         for x in cutlass.range_constexpr(n_rows):
             v = 4 * (x // 2) + x % 2
-            old, high = frame[x], m[x] * scale
+            old, high = m_ref[x], m[x] * scale
             # ``maxima`` begins at NEVER, which is no logit
             seen = Float32(cutlass.select_(m[x] > NEVER, high, -Float32.inf))
             most[x] = cute.arch.fmax(most[x], seen)
-            frame[x], gamma[x] = move_frame(high, old)
-            t[v] = cute.math.exp2(fma(t[v], scale, -frame[x]), fastmath=True)
-            t[v + 2] = cute.math.exp2(fma(t[v + 2], scale, -frame[x]), fastmath=True)
+            m_ref[x], gamma[x] = raise_m_ref(high, old)
+            t[v] = cute.math.exp2(fma(t[v], scale, -m_ref[x]), fastmath=True)
+            t[v + 2] = cute.math.exp2(fma(t[v + 2], scale, -m_ref[x]), fastmath=True)
             sums[x] = sums[x] * gamma[x] + (t[v] + t[v + 2])
-            moved = moved or frame[x] > old
+            moved = moved or m_ref[x] > old
         self.store_p(st, t, turn.stage, wwarp, lane)
-        if (wwarp == 0) & (lane < 4):  # all warps have the same frames
+        if (wwarp == 0) & (lane < 4):  # all warps have the same m_refs
             at = turn.stage * padded_size(self.rows_cta)
             gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
             for x in cutlass.range_constexpr(n_rows):
@@ -153,9 +153,9 @@ class FewHeads(GatheredForm, FewRows):
 
     @cute.jit
     def exchange(self, across, state, wwarp, lane):
-        """Sums of the four warps, frame and largest logit of each row to ``across`` (row, 8), over
+        """Sums of the four warps, m_ref and largest logit of each row to ``across`` (row, 8), over
         the lanes by shuffles."""
-        frame, sums, most, _ = state
+        m_ref, sums, most, _ = state
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # ``across`` may still be read for maxima
         for x in cutlass.range_constexpr(self.fragment.rows):
             total = sums[x]
@@ -165,7 +165,7 @@ class FewHeads(GatheredForm, FewRows):
                 own = self.fragment.row_at(wwarp, lane, x)
                 across[own, wwarp] = total
                 if wwarp == 0:  # all warps have the same
-                    across[own, 4], across[own, 5] = frame[x], most[x]
+                    across[own, 4], across[own, 5] = m_ref[x], most[x]
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
 
     # ---------------------------------------------------------------- P.V warpgroups

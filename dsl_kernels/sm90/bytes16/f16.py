@@ -4,11 +4,11 @@
 needs exact logits.  The e4m3 bytes of cache and queries (formats/fp8.py) become f16 without
 loss, so that Q.K is as exact as fp32 sums are, and P has the 11 bits of f16.
 
-The arithmetic is ``mix16``'s (mix16.py), whose fragments, frames and P.V these are: K and V are
+The arithmetic is ``mix16``'s (mix16.py), whose fragments, m_refs and P.V these are: K and V are
 *register* operands, converted from the ring's bytes, four values in two instructions.  One scale a
 token makes it simpler: no ratios.  Scales multiply the logit and go into P's exponent.
 
-    S^T = K Q^T     ldmatrix, e4m3 -> f16; content and RoPE in one frame (RoPE is divided by the
+    S^T = K Q^T     ldmatrix, e4m3 -> f16; content and RoPE on one scale (RoPE is divided by the
                     token's scale)
     O^T = V^T P^T   ldmatrix.trans, one prmt, e4m3 -> f16
 
@@ -24,7 +24,7 @@ Timeline of tile i (one stage of the K ring)
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
 
-Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's scale, as in
+m_ref (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's scale, as in
 mix16.py, but the row sum adds P' / sigma as it is: append_kv's scales are 2^-80 and more.
 
 Shared memory, 64 rows and 3 stages (bytes)

@@ -124,7 +124,7 @@ class Parts(fp8_parts.Parts):
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         super().__init__(
             spec, stages=stages, q_stages=q_stages, q_readers=Q_READERS, k_readers=K_READERS,
-            few_rows=True, scale_warp=False,
+            swap_ab=True, scale_warp=False,
         )  # fmt: skip
         self.q_tiles = UpperHalves(
             FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS

@@ -11,7 +11,7 @@ them would be cut at their last places.
 
 Rows are masked, where tables name pages, in the tiles that not all rows see whole; what lists do
 not name has scale 0, whose log2 is -inf.  An item's first tile with a token gives the rows their
-frames: it has one that a row sees if any tile has, since rows see what comes first.
+m_refs: it has one that a row sees if any tile has, since rows see what comes first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ...blocks.barriers import warps_meet
 from ...blocks.compat import wgmma_fence
 from ...blocks.types import F16
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ...formats.dims import TOKEN_TILE as TILE
 from ...load.fp8_per_token import safe_reciprocal
 from ..fragments import mask, pad_layout
@@ -51,7 +51,7 @@ class F16Softmax(MixSoftmax):
         self.parts.queries.note_facts(cta.st, work, gmem, call, batch, rows)
         if not self.parts.gathers:
             facts = cute.arch.make_warp_uniform(work.ragged_from(gmem.work, call, batch, rows))
-        self.begin_frames(cta.st)
+        self.begin_m_refs(cta.st)
         l_run.fill(0.0)
         cute.arch.fence_proxy("async.shared", space="cta")
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
@@ -129,11 +129,11 @@ class F16Softmax(MixSoftmax):
         factor = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         factors = cute.make_tensor(st.factors.data_ptr(), pad_layout(self.rows_cta))
         cute.autovec_copy(factors[None, lane % 4], factor)
-        frame = cute.make_rmem_tensor((self.fragment.rows,), Float32)
-        cute.autovec_copy(self.frames_of(st), frame)
+        m_ref = cute.make_rmem_tensor((self.fragment.rows,), Float32)
+        cute.autovec_copy(self.m_refs_of(st), m_ref)
         for v in cutlass.range_constexpr(self.fragment.values):
             size = factor[row(v)] * sigma[token(v)]
-            t[v] = t[v] * size + (log[token(v)] - frame[row(v)])
+            t[v] = t[v] * size + (log[token(v)] - m_ref[row(v)])
         if const_expr(facts is not None):  # noqa: SIM102 (only this is at compile time)
             if (tile + 1) * TILE > facts:
                 limit = cute.make_rmem_tensor((self.fragment.rows,), Int32)

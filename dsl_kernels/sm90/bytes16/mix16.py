@@ -32,10 +32,10 @@ Items meet like this: half of Q's stage is free when the last tile's Q.K is half
 it is done; the announcer has the next item's Q copied then, out of L2, where it was asked for a few
 tiles ago; while it comes, softmax gives the tile's P and the row sums, and P.V adds that tile's
 products.  P.V's warps convert it, before they write the item's rows.  What softmax does between the
-items' tiles, frames and sums of rows (mix16_frames.py), short lists wait for.
+items' tiles, m_refs and sums of rows (mix16_m_ref.py), short lists wait for.
 
-Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
-the row sum live in frame ``m_ref``, which moves only when some value would pass 2^15, and then so
+m_ref (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
+the row sum are relative to ``m_ref``, which moves only when some value would pass 2^15, and then so
 that the block's largest P' is 2^8.  The row sum adds P' / sigma times 2^-40; O is multiplied by
 that as it is written.
 

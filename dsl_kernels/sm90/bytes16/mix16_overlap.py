@@ -6,15 +6,15 @@ As mix16_softmax.py, which hands P over in another way:
     P is announced late     P of tile i when Q.K of tile i + 1 has been issued.  So Q.K has the
                             tensor core to itself, and P.V runs while softmax has the exponentials
                             of tile i + 1, when the tensor core would idle
-    nobody waits for votes  a warp computes P as if no frame moved while the votes are on their way,
-                            by an mbarrier.  Where a frame does move, P is computed again, from the
+    nobody waits for votes  a warp computes P as if no m_ref moved while the votes are on their way,
+                            by an mbarrier.  Where an m_ref does move, P is computed again, from the
                             same logits: bit for bit what mix16_softmax.py has
 
 Timeline of tile i
     softmax       | Q.K i | RoPE i issued: P i-1 announced | vote, exp2 of i, P i | votes heard |
     P.V           | V^T of i-1 | wait P i-1                | 8 x (2 WGMMAs, convert) of i-1 | free
 
-An item's last P is announced as soon as it is there.  Its first tile with a token moves frames
+An item's last P is announced as soon as it is there.  Its first tile with a token moves m_refs
 anyway: warps meet for that, and P is computed once; of the votes they see that they are there.
 
     votes   softmax's warps -> the same   (a vote of each, in the buffer of the tile's P)
@@ -98,7 +98,8 @@ class Overlaps(MixSoftmax):
 
     @cute.jit
     def give(self, st, t, wanted, inverse, first, at, l_run):
-        """P^T of ``t``, the values in their rows' frames, to P.V, which hears of it later."""
+        """P^T of ``t``, the values relative to their rows' m_ref, to P.V, which hears of it
+        later."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         blocks, buf = at
@@ -106,13 +107,13 @@ class Overlaps(MixSoftmax):
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
         sums, moves = cute.make_rmem_tensor((self.fragment.rows,), Float32), Int32(first)
         if first != 0:
-            self.move_frames(st, t, buf, first, l_run, wwarp, lane)
+            self.move_m_refs(st, t, buf, first, l_run, wwarp, lane)
             VOTES.wait_full(st, buf, blocks >> 1 & 1)  # warps have met: no phase ends unread
         self.write_p(st, t, inverse, sums, buf, wwarp, lane)
         if first == 0:
             moves = self.votes_heard(st, buf, blocks >> 1 & 1)
             if moves != 0:  # by code of its own: what every tile needs is fetched once
-                self.move_frames(st, t, buf, first, l_run, wwarp, lane)
+                self.move_m_refs(st, t, buf, first, l_run, wwarp, lane)
                 self.write_p(st, t, inverse, sums, buf, wwarp, lane)
         for x in cutlass.range_constexpr(self.fragment.rows):
             l_run[x] = l_run[x] + sums[x]
@@ -123,7 +124,7 @@ class Overlaps(MixSoftmax):
 
     @cute.jit
     def send_vote(self, st, wanted, buf, wwarp, lane):
-        """The warp's vote for that frames move."""
+        """The warp's vote for that m_refs move."""
         mine = cute.arch.vote_any_sync(wanted)
         if lane == 0:
             votes = st.votes.get_tensor(cute.make_layout((SOFTMAX_WARPS, P_STAGES)))

@@ -8,8 +8,8 @@ Tokens lie on M for any number of rows: K is the register operand, which is conv
                 RoPE in a chain of its own
 
 Hand-over of a block to P.V, in one of ``P_STAGES`` buffers: P^T in f16, factors gamma of its rows,
-and a byte a warp that says whether a frame moved.  Where some value of the CTA would pass 2^15,
-frames move (mix16_frames.py): the four warps vote, and only then are maxima taken.  A row whose own
+and a byte a warp that says whether an m_ref moved.  Where some value of the CTA would pass 2^15,
+m_refs move (mix16_m_ref.py): the four warps vote, and only then are maxima taken.  A row whose own
 maximum stays below is left as it is (its gamma is 1), so that no row feels another.
 """
 
@@ -27,7 +27,7 @@ from ...blocks.barriers import warps_meet
 from ...blocks.compat import wgmma_fence
 from ...blocks.smem import array, staged
 from ...blocks.types import BF16, F16, U16, U32
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.ds_mla import GROUPS
@@ -39,14 +39,14 @@ from ..item_notes import note, noted
 from ..online_softmax import HEADROOM
 from ..roles import FEW_ROWS, SOFTMAX_WARPS, WARPGROUP, Barrier
 from ..wgmma import issue, tiled_mma
-from .mix16_frames import RowFrames
+from .mix16_m_ref import RowReferences
 from .mix16_parts import CONVERTED, CONVERTED_THREADS, Parts, times, unpack
 
 STEPS = D // 16  # k steps over the content
 UNIT_STEPS = {16: 8, 32: 4, 64: 4}  # k steps that are converted at once, by rows
 
 
-class MixSoftmax(RowFrames):
+class MixSoftmax(RowReferences):
     """The role.
 
     Attributes:
@@ -73,9 +73,9 @@ class MixSoftmax(RowFrames):
         return sum(steps[-1] < STEPS // 2 for steps in self.units)
 
     def fields(self) -> dict:
-        """Storage: maxima and sums of the warps; a byte for each warp's vote and buffer; frames."""
+        """Storage: maxima and sums of the warps; a byte for each warp's vote and buffer; m_refs."""
         return dict(
-            **self.frame_fields(),
+            **self.m_ref_fields(),
             votes=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),
         )
 
@@ -111,9 +111,9 @@ class MixSoftmax(RowFrames):
             items += 1
 
     def begin_item(self, cta, qst, batch, rows, l_run, wwarp):
-        """Frames and sums of the item's rows, and Q, which P.V's warps convert; all warps of the
-        role have met then.  Returns what ``block`` must know of the item."""
-        self.begin_frames(cta.st)
+        """References (``m_ref``) and sums of the item's rows, and Q, which P.V's warps convert; all
+        warps of the role have met then.  Returns what ``block`` must know of the item."""
+        self.begin_m_refs(cta.st)
         l_run.fill(0.0)
         limits, facts = self.parts.limits, None
         if limits is not None:
@@ -391,10 +391,10 @@ class MixSoftmax(RowFrames):
         factor = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         factors = cute.make_tensor(st.factors.data_ptr(), pad_layout(self.rows_cta))
         cute.autovec_copy(factors[None, lane % 4], factor)
-        frame = cute.make_rmem_tensor((self.fragment.rows,), Float32)
-        cute.autovec_copy(self.frames_of(st), frame)
+        m_ref = cute.make_rmem_tensor((self.fragment.rows,), Float32)
+        cute.autovec_copy(self.m_refs_of(st), m_ref)
         for v in cutlass.range_constexpr(self.fragment.values):
-            t[v] = t[v] * factor[row(v)] + (log[token(v)] - frame[row(v)])
+            t[v] = t[v] * factor[row(v)] + (log[token(v)] - m_ref[row(v)])
             if const_expr(self.parts.limits is None):
                 top = cute.arch.fmax(top, t[v])
         if const_expr(self.parts.limits is not None):
@@ -405,8 +405,8 @@ class MixSoftmax(RowFrames):
         return fresh - first
 
     def give(self, st, t, wanted, inverse, first, at, l_run) -> None:
-        """P^T of ``t``, the values in their rows' frames, to P.V, its sums to the rows'; frames
-        move before that if ``first`` or some thread's ``wanted``.
+        """P^T of ``t``, the values relative to their rows' m_ref, to P.V, its sums to the rows';
+        m_refs move before that if ``first`` or some thread's ``wanted``.
 
         Args:
             at: how many P are behind us, and the buffer.
@@ -419,14 +419,14 @@ class MixSoftmax(RowFrames):
 
     @cute.jit
     def hand_over(self, st, t, inverse, moves, first, blocks, l_run):
-        """P^T of ``t``, the values in their rows' frames, to P.V, and its sums to the rows'; frames
-        move before it where the warps have voted for it."""
+        """P^T of ``t``, the values relative to their rows' m_ref, to P.V, and its sums to the
+        rows'; m_refs move before it where the warps have voted for it."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         buf = blocks & 1
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
         if moves != 0:
-            self.move_frames(st, t, buf, first, l_run, wwarp, lane)
+            self.move_m_refs(st, t, buf, first, l_run, wwarp, lane)
         for x in cutlass.range_constexpr(self.fragment.rows):
             v = 4 * (x // 2) + x % 2
             t[v] = cute.math.exp2(t[v], fastmath=True)

@@ -8,9 +8,9 @@ own Q.K is through, so no second buffer is spent and four tiles fit.
 
 Where we leave the paper (docs/numerics.md): its recurrence gamma = exp(dm) sigma_p / sigma_p'
 overflows when a block lies ~80 nats below the last, and its accumulator loses accuracy with
-length.  Ours gives every block its own exponent frame m'_b, sums one block in the tensor core and
-adds it in fp32: O = gamma O + beta (P8 V8).  gamma and beta are powers of two of *bounded*
-differences, and the running frame moves lazily (combine/frames.py).
+length.  Ours gives every block its own exponent reference m'_b, sums one block in the tensor core
+and adds it in fp32: O = gamma O + beta (P8 V8).  gamma and beta are powers of two of *bounded*
+differences, and the running m_ref moves lazily (combine/online_softmax.py).
 
 Roles (3 warpgroups)
     wg 0  warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (fp8_parts.py)
@@ -18,11 +18,11 @@ Roles (3 warpgroups)
     wg 2  WG1: odd blocks,  channels 256..511
 
 Timeline of a pair (blocks a, b)
-    WG0 | Q.K a | softmax a, P_a | V_a^T | frame | P_a V_a^L | wait b | P_b V_b^L |
-    WG1 | Q.K b | softmax b, P_b | V_b^T | wait a, frame | P_a V_a^R | P_b V_b^R |
+    WG0 | Q.K a | softmax a, P_a | V_a^T | m_ref | P_a V_a^L | wait b | P_b V_b^L |
+    WG1 | Q.K b | softmax b, P_b | V_b^T | wait a, m_ref | P_a V_a^R | P_b V_b^R |
 
 Shared memory (bytes): Q 40960 | K ring 4 x 41216, V^T in place | scale triples 3840 |
-    P 2 blocks x 2 buffers x 4096 | frames, factors, row sums, barriers 4 K          = 225 K
+    P 2 blocks x 2 buffers x 4096 | m_refs, factors, row sums, barriers 4 K          = 225 K
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ...blocks.registers import claim_registers
 from ...blocks.smem import array, staged, struct_of
 from ...blocks.types import F8, ROW_MAJOR, U16
 from ...combine.epilogue import Held, Shared, finish_row, write_rows
-from ...combine.frames import NEVER, move_frame
+from ...combine.online_softmax import NEVER, raise_m_ref
 from ...entry.entries import Fp8Entry, row_facts
 from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import QK_ROPE_HEAD_DIM as R
@@ -242,7 +242,7 @@ class DualWg:
         return tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4
 
     def factors_view(self, st):
-        """(row, [frame, beta, gamma], block of the pair, buffer)"""
+        """(row, [m_ref, beta, gamma], block of the pair, buffer)"""
         return st.factors.get_tensor(cute.make_layout((ROWS, 3, 2, PAIR_BUFFERS)))
 
     @cute.jit
@@ -271,9 +271,9 @@ class DualWg:
         if me == 1:
             # behind it K(a) is there, too: WG0 has read it
             cute.arch.mbarrier_wait(ready, pst.phase)
-            of_a = self.peer_frame(st, 0, buf, m_ref, l_run)
+            of_a = self.peer_m_ref(st, 0, buf, m_ref, l_run)
         if tile + me < last:
-            of_b = self.own_frame(st, me, buf, m, row_sums, m_ref, l_run)
+            of_b = self.own_m_ref(st, me, buf, m, row_sums, m_ref, l_run)
         self.announce(st, me, buf)
         if me == 0:
             of_a = of_b
@@ -284,7 +284,7 @@ class DualWg:
             cute.arch.mbarrier_wait(ready + PAIR_BUFFERS, pst.phase)
         if both:
             if me == 0:
-                of_b = self.peer_frame(st, 1, buf, m_ref, l_run)
+                of_b = self.peer_m_ref(st, 1, buf, m_ref, l_run)
             self.add_pv(acc_O, frags, 2 * buf + 1, kb.index, of_b)
             k_pipe.consumer_release(kb)
 
@@ -351,15 +351,15 @@ class DualWg:
                     cute.copy(stsm, cute.recast_tensor(words, U16), dst[0, None])
 
     @cute.jit
-    def own_frame(self, st, which, buf, m, row_sums, m_ref, l_run):
-        """Moves the frame for this warpgroup's block, publishes (frame, beta, gamma); returns the
+    def own_m_ref(self, st, which, buf, m, row_sums, m_ref, l_run):
+        """Moves the m_ref for this warpgroup's block, publishes (m_ref, beta, gamma); returns the
         betas of both rows, then the gammas."""
         factors = self.factors_view(st)
         row = self.thread_row()
         tidx, _, _ = cute.arch.thread_idx()
         beta, gamma = [None] * 2, [None] * 2
         for i in cutlass.range_constexpr(2):
-            m_ref[i], beta[i], gamma[i] = move_frame(m[i], m_ref[i])
+            m_ref[i], beta[i], gamma[i] = raise_m_ref(m[i], m_ref[i])
             l_run[i] = l_run[i] * gamma[i] + row_sums[i] * beta[i]
             if tidx % 4 == 0:
                 factors[row + 8 * i, 0, which, buf] = m_ref[i]
@@ -368,8 +368,8 @@ class DualWg:
         return [*beta, *gamma]
 
     @cute.jit
-    def peer_frame(self, st, which: cutlass.Constexpr, buf, m_ref, l_run):
-        """Takes over the frame of the other warpgroup's block; returns as ``own_frame``."""
+    def peer_m_ref(self, st, which: cutlass.Constexpr, buf, m_ref, l_run):
+        """Takes over the m_ref of the other warpgroup's block; returns as ``own_m_ref``."""
         factors = self.factors_view(st)
         row = self.thread_row()
         beta, gamma = [None] * 2, [None] * 2

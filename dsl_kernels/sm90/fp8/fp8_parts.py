@@ -53,18 +53,18 @@ class Parts:
 
     def __init__(
         self, spec: VariantSpec, *, stages: int, q_stages: int, q_readers: Readers,
-        k_readers: Readers, few_rows: bool = False, scale_warp: bool = True,
+        k_readers: Readers, swap_ab: bool = False, scale_warp: bool = True,
     ):  # fmt: skip
         self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
         self.stages, self.q_stages = stages, q_stages
         self.spec, self.p_terms = spec, spec.p_terms
-        self.few_rows = few_rows  # S^T = K Q^T instead of S = Q K^T
+        self.swap_ab = swap_ab  # S^T = K Q^T instead of S = Q K^T
         self.work = self.work_list(spec)
         self.scales = TokenScales(TILE, stages, self.work.box)
         self.q_tiles = QTiles(FORMAT, self.work, rows=self.rows, stages=q_stages, readers=q_readers)
         self.loads = self.loader(k_readers)
         self.triples = ScaleTriples(self.scales, scale_warp)
-        self.score = ScoreMma(self.rows, few_rows)
+        self.score = ScoreMma(self.rows, swap_ab)
         self.stamps = Stamps(bool(spec.stamps))
 
     @staticmethod

@@ -33,7 +33,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...blocks import compat
 from ...combine.epilogue import finish_row
-from ...combine.frames import P_LOG2_MAX, move_frame
+from ...combine.online_softmax import P_LOG2_MAX, raise_m_ref
 from ...formats.stamp import Stamp
 from ..block_softmax import ROWS_ON_M, exp2_half, logits, maxima, pack_half, store_words_of_p
 from ..fragments import padded_size, row_position
@@ -62,7 +62,7 @@ class Addresses(NamedTuple):
     flag: Any
 
 
-class ManyRowsSoftmax(SoftmaxRole):
+class RowsOnMSoftmax(SoftmaxRole):
     """The form with rows on M."""
 
     def __init__(self, parts: Parts):
@@ -169,7 +169,7 @@ class ManyRowsSoftmax(SoftmaxRole):
         moved = False
         for i in cutlass.range_constexpr(2):
             old = m_ref[i]
-            m_ref[i], beta, gamma = move_frame(P_LOG2_MAX - shift[i], old)
+            m_ref[i], beta, gamma = raise_m_ref(P_LOG2_MAX - shift[i], old)
             row_sum = part[i] if const_expr(self.one_sum) else part[2 * i] + part[2 * i + 1]
             l_run[i] = l_run[i] * gamma + row_sum * beta
             moved = moved or m_ref[i] > old

@@ -4,7 +4,7 @@
     tokens on M  fp8/swap_ab.py    32 rows or fewer: S^T = K Q^T
 
 Hand-over of a block, in one of ``P_STAGES`` buffers: P8 (each term of P, p_terms.py), factors beta
-and gamma of its rows, and a byte a warp that says whether a frame moved.  Hand-over of an item:
+and gamma of its rows, and a byte a warp that says whether an m_ref moved.  Hand-over of an item:
 1 / row sums, and where its rows go (item_notes.py; few rows have registers for that).
 """
 
@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ...blocks.barriers import Ring
 from ...blocks.smem import array, staged
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ...entry.entries import row_facts
 from ...formats.stamp import Stamp
 from ..fragments import padded_size
@@ -41,7 +41,7 @@ def hand_over_fields(rows: int) -> dict:
     return dict(
         **P_RING.field,
         **INV_RING.field,
-        flag=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),  # did a frame of w's rows move?
+        flag=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),  # did an m_ref of w's rows move?
         beta=array(cutlass.Float32, padded * P_STAGES, 128),
         gamma=array(cutlass.Float32, padded * P_STAGES, 128),
         inv=array(cutlass.Float32, padded, 128),  # 1 / row sum
@@ -93,7 +93,7 @@ class SoftmaxRole:
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, cta.call, batch, rows, row_of[x]
                 )
-            if const_expr(not self.parts.few_rows):
+            if const_expr(not self.parts.swap_ab):
                 note(cta.st, items, wwarp, split, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
@@ -108,7 +108,7 @@ class SoftmaxRole:
             cta.q_pipe.consumer_release(qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
+            if const_expr(not self.parts.swap_ab):  # across the tiles they would take registers
                 split, rows = noted(cta.st, items, wwarp, self.rows_cta)
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, split, rows)
             items += 1
@@ -142,7 +142,7 @@ class SoftmaxRole:
 
 
 def flags_of(st):
-    """A byte for each softmax warp and buffer: did a frame of its rows move?"""
+    """A byte for each softmax warp and buffer: did an m_ref of its rows move?"""
     return st.flag.get_tensor(cute.make_layout((SOFTMAX_WARPS, P_STAGES)))
 
 

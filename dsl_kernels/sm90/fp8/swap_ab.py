@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ...blocks.smem import staged
 from ...blocks.types import U16
-from ...combine.frames import P_LOG2_MAX, move_frame
+from ...combine.online_softmax import P_LOG2_MAX, raise_m_ref
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.stamp import Stamp
 from ...load.fp8_per_token import safe_reciprocal
@@ -26,7 +26,7 @@ from .fp8_parts import Parts
 from .softmax_role import P_RING, SoftmaxRole, flags_of
 
 
-class FewRowsSoftmax(AcrossWarps, SoftmaxRole):
+class SwapAbSoftmax(AcrossWarps, SoftmaxRole):
     """The form with tokens on M."""
 
     inv_ring = INV_RING
@@ -93,7 +93,7 @@ class FewRowsSoftmax(AcrossWarps, SoftmaxRole):
             t[v + 2] = cute.math.exp2(t[v + 2] + base, fastmath=True)
             part = t[v] * inv[0] + t[v + 2] * inv[1]
             old = m_ref[x]
-            m_ref[x], beta[x], gamma[x] = move_frame(m[x], old)
+            m_ref[x], beta[x], gamma[x] = raise_m_ref(m[x], old)
             l_run[x] = l_run[x] * gamma[x] + part * beta[x]
             moved = moved or m_ref[x] > old
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)

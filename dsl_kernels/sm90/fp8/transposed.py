@@ -20,10 +20,10 @@ Timeline of tile i (one stage of the K ring)
     softmax       | max, exp2, e4m3 of i, Q.K i+1 under it (64 rows; else Q.K i | softmax i)
     P.V           |  V^T frags i | wait P i | 4 x (WGMMA 64 channels, FFMA into O) | V^T frags i+1
 
-Frames (log2 units).  A block has its own exponent frame m'_b = max_t(s2 + log2 sigma_k), so its
-largest P' is 2^8 whatever the row's running maximum is.  O and l live in frame ``m_ref``, which is
-*lazy*: it moves only when a block would exceed it by 2^20, so the usual step is one FFMA an
-element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
+Exponents (log2 units).  A block has its own exponent reference m'_b = max_t(s2 + log2 sigma_k), so
+its largest P' is 2^8 whatever the row's running maximum is.  O and l are relative to ``m_ref``,
+which is *lazy*: it moves only when a block would exceed it by 2^20, so the usual step is one FFMA
+an element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
 however block maxima rise and fall.
 
 Registers, 64 rows: softmax 112 (fp8/rows_on_m.py), P.V 184 (O 128, beta 16, product tile 16: rows
@@ -62,50 +62,50 @@ from ..fragments import pad_layout, padded_size
 from ..item_notes import noted
 from ..p_terms import order, stage_of
 from ..qk import QK_GROUPS
-from ..roles import FEW_ROWS, INV_RING, K_READERS, Q_READERS, WARPGROUP, Barrier, Cta, Layouts
+from ..roles import INV_RING, K_READERS, Q_READERS, SWAP_AB_ROWS, WARPGROUP, Barrier, Cta, Layouts
 from ..wgmma import issue, tiled_mma
 from .fp8_parts import SMALL_BYTES, STAGE_BYTES, GatheredParts, Parts
-from .rows_on_m import ManyRowsSoftmax
+from .rows_on_m import RowsOnMSoftmax
 from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
-from .swap_ab import FewRowsSoftmax
+from .swap_ab import SwapAbSoftmax
 
 if TYPE_CHECKING:
     from ...spec import VariantSpec
 
 # Of the K ring, unless the spec says otherwise.  Few rows free a stage soon, and with four tiles in
 # flight DRAM gives less than with three (docs/lab-book.md).
-STAGES, FEW_STAGES = 4, 3
+STAGES, SWAP_AB_STAGES = 4, 3
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    if spec.p_terms > 1 and spec.row_tile > FEW_ROWS:
+    if spec.p_terms > 1 and spec.row_tile > SWAP_AB_ROWS:
         return (
-            f"etap has two terms of P in row tiles up to {FEW_ROWS}; the softmax of 64 rows has no "
-            "registers for them"
+            f"etap has two terms of P in row tiles up to {SWAP_AB_ROWS}; the softmax of 64 rows "
+            "has no registers for them"
         )
     return infeasible(spec, 2, budget(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    few, rows, stages = spec.row_tile <= FEW_ROWS, min(spec.row_tile, 64), stages_of(spec)
+    swap_ab, rows, stages = spec.row_tile <= SWAP_AB_ROWS, min(spec.row_tile, 64), stages_of(spec)
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
-    producer, softmax, pv = (40, 120, 160) if few else (32, 112, 184)
+    producer, softmax, pv = (40, 120, 160) if swap_ab else (32, 112, 184)
     p_tiles = P_STAGES * spec.p_terms * rows * TILE
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + p_tiles
-    m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
+    m, n = (TILE, rows) if swap_ab else (rows, TILE)  # S^T = K Q^T or S = Q K^T
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers", producer),
             bud.WarpGroup("softmax", softmax),
             bud.WarpGroup("P.V", pv, count=2),
         ),
-        smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
+        smem=tiles + (SMALL_BYTES // 2 if swap_ab else SMALL_BYTES),  # no scale triples
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
         mmas=(
-            bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
-            bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not few),
+            bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not swap_ab),
+            bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not swap_ab),
             bud.Mma("P.V", 64, min(rows, 32), TILE * spec.p_terms, "e4m3"),
         ),
     )
@@ -113,21 +113,22 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def stages_of(spec: VariantSpec) -> int:
     """KV tiles in flight."""
-    return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
+    return spec.stages or (SWAP_AB_STAGES if spec.row_tile <= SWAP_AB_ROWS else STAGES)
 
 
 def q_stages(spec: VariantSpec) -> int:
     """Row tiles of Q in flight: the next item's is prefetched where there is room."""
-    return 2 if spec.row_tile <= FEW_ROWS and stages_of(spec) <= STAGES else 1
+    return 2 if spec.row_tile <= SWAP_AB_ROWS and stages_of(spec) <= STAGES else 1
 
 
 def parts_of(spec: VariantSpec) -> Parts:
     """Components of the pipeline: for gathered tokens if the op is ``sparse_decode``, and without a
-    scale warp if rows are ``FEW_ROWS`` or fewer."""
-    few, made = spec.row_tile <= FEW_ROWS, GatheredParts if spec.op == "sparse_decode" else Parts
+    scale warp if rows are ``SWAP_AB_ROWS`` or fewer."""
+    swap_ab = spec.row_tile <= SWAP_AB_ROWS
+    made = GatheredParts if spec.op == "sparse_decode" else Parts
     return made(
         spec, stages=stages_of(spec), q_stages=q_stages(spec), q_readers=Q_READERS,
-        k_readers=K_READERS, few_rows=few, scale_warp=not few,
+        k_readers=K_READERS, swap_ab=swap_ab, scale_warp=not swap_ab,
     )  # fmt: skip
 
 
@@ -139,14 +140,14 @@ class Etap:
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     def __init__(self, spec: VariantSpec):
-        few_rows = spec.row_tile <= FEW_ROWS  # S^T = K Q^T
+        swap_ab = spec.row_tile <= SWAP_AB_ROWS  # S^T = K Q^T
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.p_terms = spec.p_terms
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
-        self.names = transpose.TOKENS_ON_M if few_rows else transpose.ROWS_ON_M
-        self.softmax = FewRowsSoftmax(self.parts) if few_rows else ManyRowsSoftmax(self.parts)
+        self.names = transpose.TOKENS_ON_M if swap_ab else transpose.ROWS_ON_M
+        self.softmax = SwapAbSoftmax(self.parts) if swap_ab else RowsOnMSoftmax(self.parts)
         _, self.softmax_regs, self.pv_regs = (group.registers for group in self.budget.groups)
 
     # ---------------------------------------------------------------- host half
@@ -229,7 +230,7 @@ class Etap:
                 pst.advance()
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
             INV_RING.wait_full(st, 0, items & 1)
-            if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
+            if const_expr(not self.parts.swap_ab):  # across the tiles they would take registers
                 split, rows = noted(st, items, wwarp, self.rows_cta)
             self.write_rows(st, gmem.results, acc_O, split, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
@@ -299,7 +300,7 @@ class Etap:
         own = half * (D // 2) + wwarp * 64
         shared = Shared((4, 8, 16), own, 4, lane < 4)  # the warp's 64 channels have one exponent
         channel, woven = own + 2 * (lane // 4), None
-        if const_expr(not self.parts.few_rows):  # few stores take less time than their shuffles
+        if const_expr(not self.parts.swap_ab):  # few stores take less time than their shuffles
             channel, woven = own + lane // 16 * 8, Woven((4, 8), lane // 4 % 4, 16)
         held = []
         for x in cutlass.range_constexpr(self.rows_cta // 4):

@@ -15,7 +15,7 @@ Roles (3 warpgroups)
 
 Timeline of a consumer, tile i (n - 1 .. 0)
     turn | Q.K i, P.V i + 1 issued | turn passed on | wait Q.K | max, exp2 of i, under P.V i + 1 and
-    the other consumer's products | wait P.V | O moved if a frame did | P i to 16 bits
+    the other consumer's products | wait P.V | O moved if an m_ref did | P i to 16 bits
 
 Shared memory   Q 128 rows | K 2 tiles | V 2 tiles | notes
     d_qk, d_v  keys of a tile    bytes    registers of a consumer thread: O + S + P
@@ -27,8 +27,9 @@ With d_v 256 it is shared memory that bounds a tile.  80 keys take 1280 cycles o
 for each consumer and 1216 of the shared-memory port (Q and K 576, V 320, its half of the fill 320);
 64 keys would take 1024 of both.
 
-Frames (log2 units; sm90/online_softmax.py).  P' = 2^(t - frame) in 16 bits, O and the row sum in
-fp32 of the same frame, which moves when a tile exceeds it by 2^15 only: O is hardly ever rescaled.
+m_ref (log2 units; sm90/online_softmax.py).  P' = 2^(t - m_ref) in 16 bits, O and the row sum in
+fp32 relative to the same m_ref, which moves when a tile exceeds it by 2^15 only: O is hardly ever
+rescaled.
 
 Causal is bottom right: query i of s_q sees keys up to i + s_k - s_q.  Rows without keys have out 0
 and LSE -inf.  A work tile's result depends on its own sequence alone, so that bits are the same in
@@ -53,14 +54,14 @@ from ...blocks.registers import claim_registers
 from ...blocks.rounding import fma
 from ...blocks.smem import array, one_stage, staged, struct_of
 from ...blocks.types import ROW_MAJOR, U16, U32
-from ...combine.frames import NEVER
+from ...combine.online_softmax import NEVER
 from ...formats.mha_list import ROWS, VALUES
 from ...load.planes import Loaded
 from ...load.work_list import LOG2E
 from ...schedule.mha_items import key_tiles
 from ..attention_parts import STAGES, Loads, Rows, has_tail, release, to_a
 from ..hidden_keys import CONSUMER_WARPS, whole_tiles
-from ..online_softmax import move_frame
+from ..online_softmax import raise_m_ref
 from ..wgmma import issue, tiled_mma
 
 if TYPE_CHECKING:
@@ -270,10 +271,10 @@ class MhaFwd:
         lane, warp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         operands = self._operands(st, layouts, tidx % WARPGROUP, which)
         acc_o = operands[6]
-        frame, total, limit = (
+        m_ref, total, limit = (
             cute.make_rmem_tensor((2,), t) for t in (Float32, Float32, Int32)
         )  # fmt: skip
-        state = (frame, total, scale, limit)
+        state = (m_ref, total, scale, limit)
         if which == 1:  # the first turn is the other's
             cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
         kc, done, count, phases = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -291,7 +292,7 @@ class MhaFwd:
             if again != 0:  # what is cleared, and waited for, is so for both warpgroups
                 row0 = m * ROWS
             whole = whole_tiles(s_q, s_k, row0, n, self.tile, causal)
-            frame.fill(NEVER)
+            m_ref.fill(NEVER)
             total.fill(0.0)
             acc_o.fill(0.0)
             if n > 0:
@@ -318,7 +319,7 @@ class MhaFwd:
                 done += 1
             if (again != 0) & (whole < n):
                 self.loads.hidden.poison(st, acc_o, limit)
-            bad = self.rows.write(results, acc_o, frame, total, limit, q0, s_q, head, row)
+            bad = self.rows.write(results, acc_o, m_ref, total, limit, q0, s_q, head, row)
             bad = cute.arch.vote_any_sync(bad) & (causal != 0) & (again == 0) & (whole < n)
             self.loads.hidden.tell(st, count, number, bad)
             count, head, q0, s_q, s_k, m, again = self._next(st, count, number)
@@ -451,8 +452,8 @@ class MhaFwd:
 
     @cute.jit
     def _softmax(self, acc_s, state, first, masked: cutlass.Constexpr):
-        """S -> P' in place; (gamma of the two rows, did a frame of the warp move?)."""
-        frame, total, scale, limit = state
+        """S -> P' in place; (gamma of the two rows, did an m_ref of the warp move?)."""
+        m_ref, total, scale, limit = state
         tidx, _, _ = cute.arch.thread_idx()
         if const_expr(masked):
             column = first + 2 * (tidx % 4)
@@ -470,14 +471,14 @@ class MhaFwd:
             )
             for off in cutlass.range_constexpr(2):
                 x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1 << off))
-            old = frame[i]
-            new, gamma[i] = move_frame(x * scale, old)
-            frame[i] = new
+            old = m_ref[i]
+            new, gamma[i] = raise_m_ref(x * scale, old)
+            m_ref[i] = new
             moved = moved | (new != old)
         part = [Float32(0.0) for _ in range(4)]
         for v in cutlass.range_constexpr(self.tile // 2):
             r = v // 2 % 2
-            acc_s[v] = cute.math.exp2(fma(acc_s[v], scale, -frame[r]), fastmath=True)
+            acc_s[v] = cute.math.exp2(fma(acc_s[v], scale, -m_ref[r]), fastmath=True)
             part[2 * r + v % 2] = part[2 * r + v % 2] + acc_s[v]
         for i in cutlass.range_constexpr(2):
             total[i] = total[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])

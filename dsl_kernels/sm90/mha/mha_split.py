@@ -178,16 +178,16 @@ class PieceRows(Rows):
     """Rows of results, or of partial ones, from fragments of 64 x d_v accumulators."""
 
     @cute.jit
-    def write(self, results, acc_o, frame, total, limit, where, s_q, head, row):
+    def write(self, results, acc_o, m_ref, total, limit, where, s_q, head, row):
         """Rows ``row`` and ``row + 8`` of a sequence; ``where``: as ``PieceNotes`` reads it."""
         q0, rows, partial = where
         bad = Boolean(False)
         if partial < 0:
             bad = Rows.write(
-                self, results[:2], acc_o, frame, total, limit, q0, rows, head, row
+                self, results[:2], acc_o, m_ref, total, limit, q0, rows, head, row
             )  # fmt: skip
         else:
-            bad = self._partial(results[2:], acc_o, (frame, total, limit), partial, rows, head, row)
+            bad = self._partial(results[2:], acc_o, (m_ref, total, limit), partial, rows, head, row)
         return bad
 
     @cute.jit
@@ -198,15 +198,15 @@ class PieceRows(Rows):
         A quad's lanes hold pairs of channels: 8 bytes each, a sector of 32 together.
         """
         out, lse = results
-        frame, total, limit = state
+        m_ref, total, limit = state
         quad, bad = cute.arch.lane_idx() % 4, Boolean(False)
         for i in cutlass.range_constexpr(2):
-            s, empty = self._sum(frame[i], total[i], limit[i])
+            s, empty = self._sum(m_ref[i], total[i], limit[i])
             inverse, looked = cute.arch.rcp_approx(s), Float32(0.0)
             mine = row + 8 * i < rows
             token = first + row + 8 * i
             if mine & (quad == 0):
-                value = (frame[i] + cute.math.log2(s, fastmath=True)) * LN2
+                value = (m_ref[i] + cute.math.log2(s, fastmath=True)) * LN2
                 lse[token, head] = -Float32.inf if empty else value
             if mine:
                 for g in cutlass.range_constexpr(self.d_v // 8):

@@ -1,4 +1,5 @@
-"""Frames and sums of rows in ``mix16``, whose S^T has tokens on M: over lanes and warps.
+"""References (``m_ref``) and sums of rows in ``mix16``, whose S^T has tokens on M: over lanes and
+warps.
 
 A row runs over the lanes of a quad position and over the four warps of the softmax warpgroup.  What
 is here an item does once or twice, and finds cold: its time goes by instructions, so that a lane
@@ -17,7 +18,7 @@ from cutlass import Float32, Int32, const_expr
 from ...blocks.barriers import warps_meet
 from ...blocks.smem import array
 from ...combine.epilogue import finish_row
-from ...combine.frames import NEVER, P_LOG2_MAX
+from ...combine.online_softmax import NEVER, P_LOG2_MAX
 from ...load.work_list import LOG2E
 from ..fragments import TokensOnM, pad_layout, padded_size, row_position
 from ..online_softmax import HEADROOM
@@ -29,26 +30,26 @@ NORMAL, INFINITE = 2.0**-126, float("inf")  # fp32's least and more than its lar
 
 
 @cute.jit
-def new_frame(largest, first, least: cutlass.Constexpr):
-    """(distance by which a row's frame moves in log2 units, factor of its O and sum).
+def new_m_ref(largest, first, least: cutlass.Constexpr):
+    """(distance by which a row's m_ref moves in log2 units, factor of its O and sum).
 
     Args:
-        largest: the row's largest value of a tile, in the frame of before.
+        largest: the row's largest value of a tile, relative to the m_ref of before.
         first: not 0 if this is the item's first tile with a token.
         least: a bound that every token's value is above.
     """
     shift = Float32(0.0)
     if (largest > Float32(least)) & ((first != 0) | (largest > HEADROOM)):
         shift = largest - P_LOG2_MAX
-    # of the item's first frame whatever is finite will do: O and sum are 0
+    # of the item's first m_ref whatever is finite will do: O and sum are 0
     gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
     return shift, gamma
 
 
 @cute.jit
-def log2_in(total, frame):
-    """log2 of ``total`` times 2^``frame``, as exact as fp32 can have it: total's exponent joins the
-    frame, which is as large but for its sign, before the logarithm of the rest, m in
+def log2_in(total, m_ref):
+    """log2 of ``total`` times 2^``m_ref``, as exact as fp32 can have it: total's exponent joins the
+    m_ref, which is as large but for its sign, before the logarithm of the rest, m in
     [sqrt(1/2), sqrt(2)), is added: with x = (m - 1) / (m + 1) that is 2 log2(e) times
     x + x^3 / 3 + x^5 / 5 + ..."""
     bits = total.bitcast(Int32)
@@ -60,13 +61,13 @@ def log2_in(total, frame):
     for n in (7, 5, 3):
         terms = terms * square + 2 * LOG2E / n
     log = x * (terms * square) + x * (2 * LOG2E)
-    exact = log + (Float32(exponent) + frame)
-    plain = cute.math.log2(total, fastmath=True) + frame  # of what is no number, above all
+    exact = log + (Float32(exponent) + m_ref)
+    plain = cute.math.log2(total, fastmath=True) + m_ref  # of what is no number, above all
     return Float32(cutlass.select_((total >= NORMAL) & (total < INFINITE), exact, plain))
 
 
-class RowFrames:
-    """Mixin of the softmax role: the frames of its rows and their sums.
+class RowReferences:
+    """Mixin of the softmax role: the m_refs of its rows and their sums.
 
     Attributes:
         rows_cta: query rows of the CTA.
@@ -82,32 +83,32 @@ class RowFrames:
     sum_log2 = SUM_LOG2
     least = 0.5 * NEVER
 
-    def frame_fields(self) -> dict:
-        """Storage: a value a row and warp; the rows' frames, and by how much they moved last."""
+    def m_ref_fields(self) -> dict:
+        """Storage: a value a row and warp; the rows' m_refs, and by how much they moved last."""
         rows = padded_size(self.rows_cta)
         return dict(
             across=array(Float32, SOFTMAX_WARPS * self.rows_cta, 128),
-            frames=array(Float32, rows, 128),
+            m_refs=array(Float32, rows, 128),
             shifts=array(Float32, rows, 128),
         )
 
-    def frames_of(self, st):
+    def m_refs_of(self, st):
         """This thread's rows."""
-        frames = cute.make_tensor(st.frames.data_ptr(), pad_layout(self.rows_cta))
-        return frames[None, cute.arch.lane_idx() % 4]
+        m_refs = cute.make_tensor(st.m_refs.data_ptr(), pad_layout(self.rows_cta))
+        return m_refs[None, cute.arch.lane_idx() % 4]
 
     @cute.jit
-    def begin_frames(self, st):
-        """Set the frames of an item's rows to 0."""
+    def begin_m_refs(self, st):
+        """Set the m_refs of an item's rows to 0."""
         tidx, _, _ = cute.arch.thread_idx()
         size = const_expr(padded_size(self.rows_cta))
-        frames = st.frames.get_tensor(cute.make_layout(size))
+        m_refs = st.m_refs.get_tensor(cute.make_layout(size))
         if tidx % WARPGROUP < size:
-            frames[tidx % WARPGROUP] = Float32(0.0)
+            m_refs[tidx % WARPGROUP] = Float32(0.0)
 
     @cute.jit
-    def move_frames(self, st, t, buf, first, l_run, wwarp, lane):
-        """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
+    def move_m_refs(self, st, t, buf, first, l_run, wwarp, lane):
+        """Rows that pass 2^15, and all of the item's first tile with a token, get an m_ref by which
         their largest value is 2^8."""
         tidx, _, _ = cute.arch.thread_idx()
         own = tidx % WARPGROUP
@@ -122,11 +123,11 @@ class RowFrames:
             for w in cutlass.range_constexpr(1, SOFTMAX_WARPS):
                 top = cute.arch.fmax(top, of_warps[own, w])
             at = row_position(own, self.rows_cta)
-            shift, gamma = new_frame(top, first, self.least)
-            frames = st.frames.get_tensor(cute.make_layout(size))
-            frames[at] = frames[at] + shift
+            shift, gamma = new_m_ref(top, first, self.least)
+            m_refs = st.m_refs.get_tensor(cute.make_layout(size))
+            m_refs[at] = m_refs[at] + shift
             (gammas.iterator + at)[0], (shifts.iterator + at)[0] = gamma, shift
-        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all read the rows' frames, of other threads
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all read the rows' m_refs, of other threads
         gamma = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         shift = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         cute.autovec_copy(gammas[None, lane % 4], gamma)
@@ -171,16 +172,16 @@ class RowFrames:
     def finish_rows(self, cta, inv_phase, l_run, split, rows):
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory.
 
-        The warps meet once: ``across`` has been read when they met in ``move_frames``, and they
+        The warps meet once: ``across`` has been read when they met in ``move_m_refs``, and they
         meet again before the next item's first tile.
         """
         tidx, _, _ = cute.arch.thread_idx()
         st, own, lane = cta.st, tidx % WARPGROUP, tidx % 32
         wwarp = cute.arch.make_warp_uniform(own // 32)
         at, size = row_position(own, self.rows_cta), const_expr(padded_size(self.rows_cta))
-        frame = Float32(self.sum_log2)
+        m_ref = Float32(self.sum_log2)
         if own < self.rows_cta:  # which the next item begins anew
-            frame = frame + st.frames.get_tensor(cute.make_layout(size))[at]
+            m_ref = m_ref + st.m_refs.get_tensor(cute.make_layout(size))[at]
         INV_RING.wait_empty(st, 0, inv_phase)
         sums = [l_run[x] for x in range(self.fragment.rows)]
         self.note_rows(st, sums, operator.add, wwarp, lane)
@@ -190,7 +191,7 @@ class RowFrames:
             four = [of_warps[own, w] for w in range(SOFTMAX_WARPS)]
             total = (four[0] + four[1]) + (four[2] + four[3])
             st.inv.get_tensor(cute.make_layout(size))[at] = finish_row(
-                cta.gmem.results, cta.call, split, rows, own, total, frame, self.log2_in
+                cta.gmem.results, cta.call, split, rows, own, total, m_ref, self.log2_in
             )
         cute.arch.sync_warp()
         if lane == 0:
