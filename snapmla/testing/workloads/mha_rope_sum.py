@@ -78,7 +78,7 @@ def behind(spec: VariantSpec) -> Iterator[Call]:
 
 
 WORKLOAD = workload(
-    bit_for_bit, truth, arguments, small=lambda _: SMALL, recorded=lambda _: [Groups(50, 5, 1, 0.5)],
-    sized=sized, results=named("dk_rope"), rows=hashed("dk_rope", "dk_rope"), moved=moved,
-    behind=behind,
+    bit_for_bit, truth, arguments, small=lambda _: SMALL,
+    recorded=lambda _: [Groups(50, 5, 1, 0.5)], sized=sized, results=named("dk_rope"),
+    rows=hashed("dk_rope", "dk_rope"), moved=moved, behind=behind,
 )  # fmt: skip
