@@ -119,18 +119,14 @@ def recorded(draw: Exact) -> Iterator[Step]:
     """Lengths of any size and outside of the table's, balanced and fixed splits."""
     bits, most = draw.bits(), 65536
     for i in range(12):
-        b, parts, split = (
-            (1, 2, 5, 33, 64, 7)[i % 6],
-            (1, 4, 66, 132, 3, 17)[i // 2 % 6],
-            i % 3 == 2,
-        )
+        b, parts = (1, 2, 5, 33, 64, 7)[i % 6], (1, 4, 66, 132, 3, 17)[i // 2 % 6]
         lengths = bits.below((2, 200, 5000, 70000)[i % 4], (b,)).astype(np.int32)
         lengths[bits.below(7, (b,)) == 0] = 0
         lengths[0] = (-5, 2**31 - 1, lengths[0], 64)[i // 3 % 4]
         yield Step(
-            Queries(1, 1, 1), lengths, parts, PAGE, (4, 0, 1)[i % 3], 3 * split,
-            Cuts(tile_ns=870 * (i % 2), read_ns=9), most,
-            b + (b * most // PAGE // 3 if split else parts),
+            Queries(1, 1, 1), lengths, parts, PAGE, (4, 0, 1)[i % 3],
+            (0, 0, 3)[i % 3], Cuts(tile_ns=870 * (i % 2), read_ns=9), most,
+            b + (b * most // PAGE // 3 if i % 3 == 2 else parts),
         )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def shuffled_table(lengths: Sequence[int], page_size: int) -> tuple[int, Tensor]
 
 def places(table: Tensor, n: int, page_size: int) -> tuple[Tensor, Tensor]:
     """(page, offset) of the first ``n`` tokens of a sequence, whose row of the table is given."""
-    t = torch.arange(n)
+    t = torch.arange(n, device=table.device)
     return table[t // page_size].long(), t % page_size
 
 
