@@ -189,8 +189,8 @@ HANDOVERS = (
         "`bar.warp.sync`, one lane arrives at INV_RING's full",
         "`bar.warp.sync`, one lane arrives at INV_RING's empty, which the softmax warps wait for "
         "at the end of the next item, before the one whose note takes the same of two slots",
-        frozenset(("item_notes.py:note",)),
-        frozenset(("item_notes.py:noted",)),
+        frozenset(("work_tile_notes.py:note",)),
+        frozenset(("work_tile_notes.py:noted",)),
     ),
     Handover(
         "notes of work tiles",
@@ -289,8 +289,8 @@ HANDOVERS = (
         "row sums of both warpgroups",
         "a named barrier of both warpgroups (`bar.sync 3, 256`)",
         "the same barrier once more, at the item's end",
-        frozenset(("dual_wg.py:finish_item",)),
-        frozenset(("dual_wg.py:finish_item",)),
+        frozenset(("dual_wg.py:finish_work_tile",)),
+        frozenset(("dual_wg.py:finish_work_tile",)),
         MEETING,
     ),
     Handover(
@@ -309,7 +309,11 @@ HANDOVERS = (
 MOVED = {
     f"index_logits.py:{name}": f"index_scoring.py:{name}"
     for name in ("_announce", "_produce", "_fill")
-} | {f"dual_wg.py:{who}_frame": f"dual_wg.py:{who}_m_ref" for who in ("own", "peer")}
+} | {
+    "dual_wg.py:finish_item": "dual_wg.py:finish_work_tile",
+    "dual_wg.py:own_frame": "dual_wg.py:own_m_ref",
+    "dual_wg.py:peer_frame": "dual_wg.py:peer_m_ref",
+}
 
 
 # Files of records that have another name by now.
@@ -320,6 +324,7 @@ RENAMED = {
     "fp8_dual_wg.py": "dual_wg.py",
     "fp8_etap.py": "transposed.py",
     "gather_records.py": "gather_bytes.py",
+    "item_notes.py": "work_tile_notes.py",
     "mha_hidden.py": "hidden_keys.py",
     "mha_parts.py": "attention_parts.py",
     "mix16_frames.py": "mix16_m_ref.py",

@@ -66,19 +66,19 @@ def covers(
     parts, sequences = listed.part_begin.shape[0] - 1, split_begin.shape[0] - 1
     unsound = _descents(listed.part_begin, parts, tidx, threads)
     unsound += _descents(split_begin, sequences, tidx, threads)
-    items = listed.part_begin[parts]
-    if (items > listed.work_items.shape[0]) | (split_begin[sequences] > splits):
+    work_tiles = listed.part_begin[parts]
+    if (work_tiles > listed.work_items.shape[0]) | (split_begin[sequences] > splits):
         unsound += 1
     first_split, end_split = split_begin[unit], split_begin[unit + 1]
     wrong, heads, own, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
-    items = compat.at_most(items, listed.work_items.shape[0])
-    for base in cutlass.range(tidx, items, AHEAD * threads, unroll=1):
+    work_tiles = compat.at_most(work_tiles, listed.work_items.shape[0])
+    for base in cutlass.range(tidx, work_tiles, AHEAD * threads, unroll=1):
         places = [base + k * threads for k in range(AHEAD)]
-        loaded = [_item(listed, cutlass.min(i, items - 1)) for i in places]
+        loaded = [_work_tile(listed, cutlass.min(i, work_tiles - 1)) for i in places]
         for k in cutlass.range_constexpr(AHEAD):
             i, (sequence, first, last, split) = places[k], loaded[k]
-            if (i < items) & (sequence == unit):
-                before, _, begin, split_before = _item(listed, cutlass.max(i - 1, 0))
+            if (i < work_tiles) & (sequence == unit):
+                before, _, begin, split_before = _work_tile(listed, cutlass.max(i - 1, 0))
                 if (i == 0) | (before != unit):
                     heads += 1
                     begin = Int32(0)
@@ -89,7 +89,7 @@ def covers(
                     wrong += 1
                 own += 1
                 tiles += last - first
-            elif (i < items) & (split >= first_split) & (split < end_split):
+            elif (i < work_tiles) & (split >= first_split) & (split < end_split):
                 wrong += 1
     total = _added((unsound, wrong, heads, own, tiles), counts, tidx, threads)
     whole, rest = divmod(cutlass.max(listed.cache_seqlens[unit], 0), listed.by_tile)
@@ -119,7 +119,7 @@ def _descents_behind(
     return found
 
 
-def _item(listed: Listed, i: Any) -> list[Any]:
+def _work_tile(listed: Listed, i: Any) -> list[Any]:
     """Sequence, first tile, end tile, split of an item."""
     words = compat.load_words(listed.work_items.iterator + i * ITEM_WORDS, 4)
     return [Int32(word) for word in words]

@@ -165,9 +165,9 @@ def plan_and_results(at: Extents, dtype: Any, partial_dtype: Any = None) -> Fake
     partial_dtype: what ``partials.fake`` takes for it.
     """
     names = ("n_items", "parts_plus_1", "slots", "unit_rows")
-    items, parts1, splits, unit_rows = (compat.sym(name=x) for x in names)
+    work_tiles, parts1, splits, unit_rows = (compat.sym(name=x) for x in names)
     return {
-        "work_items": compat.contiguous(Int32, (items, ITEM_WORDS)),
+        "work_items": compat.contiguous(Int32, (work_tiles, ITEM_WORDS)),
         "part_begin": compat.vector(Int32, parts1),
         "split_begin": compat.vector(Int32, compat.sym(name="n_units_plus_1")),
         "units": compat.units_fake(Int32),

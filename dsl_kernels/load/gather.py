@@ -241,10 +241,10 @@ class GatherRows:
     @cute.jit
     def _announce(self, feed: Feed, on_full):
         """Each tile when it has landed: to its readers, behind a proxy fence, and ``on_full``."""
-        span = self.work.items_of(feed.work, feed.part)
+        span = self.work.work_tiles_of(feed.work, feed.part)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.work.item_at(feed.work, i)
+            _, first, last, _ = self.work.work_tile_at(feed.work, i)
             for _ in cutlass.range(first, last, unroll=1):
                 self.landed.wait_full(feed.st, kst.index, kst.phase)
                 cute.arch.fence_proxy("async.shared", space="cta")
@@ -273,9 +273,9 @@ class GatherRows:
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         ahead = first * GROUP + lane
-        span = self.work.items_of(work, part)
+        span = self.work.work_tiles_of(work, part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, begin, last, _ = self.work.item_at(work, i)
+            batch, begin, last, _ = self.work.work_tile_at(work, i)
             row, count = self.work.row_of_table(work, call, i, batch)
             entry = self._entry(row, begin, ahead)
             if const_expr(self.q_stages == 0):

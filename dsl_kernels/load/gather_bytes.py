@@ -154,11 +154,11 @@ class GatherBytes(GatherRows):
         ``on_full``, then to its readers behind a proxy fence."""
         lane, tokens = cute.arch.lane_idx(), feed.cache.source
         feed = feed._replace(mark=None)  # no function goes through the loops
-        span = self.work.items_of(feed.work, feed.part)
+        span = self.work.work_tiles_of(feed.work, feed.part)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.work.item_at(feed.work, i)
+            batch, first, last, _ = self.work.work_tile_at(feed.work, i)
             row, count = self.work.row_of_table(feed.work, feed.call, i, batch)
             low, high = self._entry(row, first, 2 * lane), self._entry(row, first, 2 * lane + 1)
             tile_of_q(i, batch, qst)

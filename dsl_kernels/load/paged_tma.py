@@ -206,7 +206,7 @@ class PagedTma:
     def _fill(self, feed: Feed, tile_of_q):
         """Load every plane and the scales of each tile into the next free stage."""
         st, layouts, k_pipe, cache, work, call, part, mark = feed
-        span, kv_heads = self.work.items_of(work, part), cache.kv_heads
+        span, kv_heads = self.work.work_tiles_of(work, part), cache.kv_heads
         copy_scales = self._copier(st, cache.scale)
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
@@ -218,7 +218,7 @@ class PagedTma:
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         landed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.work.item_at(work, i)
+            batch, first, last, _ = self.work.work_tile_at(work, i)
             if const_expr(tile_of_q is not None and self.q_stages == 0):
                 tile_of_q(i, batch, kst)
                 kst.advance()
@@ -281,20 +281,20 @@ class PagedTma:
     @cute.jit
     def _fill_q(self, feed: Feed, tile_of_q):
         """This CTA's row tile of each item, into Q's own ring."""
-        span = self.work.items_of(feed.work, feed.part)
+        span = self.work.work_tiles_of(feed.work, feed.part)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, _, _, _ = self.work.item_at(feed.work, i)
+            batch, _, _, _ = self.work.work_tile_at(feed.work, i)
             tile_of_q(i, batch, qst)
             qst.advance()
 
     @cute.jit
     def _watch(self, feed: Feed, on_full):
         """``on_full`` for each tile."""
-        span = self.work.items_of(feed.work, feed.part)
+        span = self.work.work_tiles_of(feed.work, feed.part)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.work.item_at(feed.work, i)
+            _, first, last, _ = self.work.work_tile_at(feed.work, i)
             for _ in cutlass.range(first, last, unroll=1):
                 feed.k_pipe.consumer_wait(kst)
                 on_full(kst)

@@ -29,11 +29,11 @@ def void_unplanned(work: Any, call: Any, results: Any, part: Any):
             sequences, parts = work.cu_seqlens_q.shape[0] - 1, work.part_begin.shape[0] - 1
             begin = cutlass.min(cutlass.max(work.cu_seqlens_q[0], 0), tokens) * heads
             end = cutlass.min(cutlass.max(work.cu_seqlens_q[sequences], 0), tokens) * heads
-            items = compat.at_most(work.part_begin[parts], work.work_items.shape[0])
+            work_tiles = compat.at_most(work.part_begin[parts], work.work_items.shape[0])
             planned, behind = begin, begin
-            if items > 0:
+            if work_tiles > 0:
                 planned = compat.at_most(work.work_items[0, 4], call.rows)
-                behind = compat.at_most(work.work_items[items - 1, 5], call.rows)
+                behind = compat.at_most(work.work_items[work_tiles - 1, 5], call.rows)
             blocks, _, _ = cute.arch.grid_dim()
             own, step = part * blocks + cute.arch.block_idx()[0], parts * blocks
             for row in cutlass.range(begin + own, cutlass.min(planned, end), step, unroll=1):

@@ -31,7 +31,7 @@ class Work(NamedTuple):
 
     block_table: cute.Tensor  # (b, width)
     cache_seqlens: cute.Tensor  # (b,)
-    work_items: cute.Tensor  # (n_items, ITEM_WORDS), see ``item_at`` and ``rows_at``
+    work_items: cute.Tensor  # (n_items, ITEM_WORDS), see ``work_tile_at`` and ``rows_at``
     part_begin: cute.Tensor  # (parts + 1,)
     row_limits: cute.Tensor  # (tokens,): how many cached tokens a query token sees; or (0,)
     cu_seqlens_q: Any = None  # (b + 1,): the call's own, a witness of the plan's; or (0,)
@@ -113,14 +113,14 @@ class WorkList:
         self.tiles_of_page = max(page_size // tile, 1)
 
     @cute.jit
-    def items_of(self, work, part):
+    def work_tiles_of(self, work, part):
         """(first, end) of a part's items; inside the work list whatever ``part_begin`` holds."""
-        items = work.work_items.shape[0]
+        work_tiles = work.work_items.shape[0]
         first, end = work.part_begin[part], work.part_begin[part + 1]
-        return compat.at_most(first, items), compat.at_most(end, items)
+        return compat.at_most(first, work_tiles), compat.at_most(end, work_tiles)
 
     @cute.jit
-    def item_at(self, work, i):
+    def work_tile_at(self, work, i):
         """(sequence, first tile, end tile, split) of item ``i``, safe whatever the work list holds.
 
         Every role reads items here, and so they agree about tiles, which are those of the block

@@ -68,7 +68,7 @@ class Walk(NamedTuple):
     """Running state of the emission, the same in all threads."""
 
     cost: Int32
-    item: Int32
+    work_tile: Int32
     split: Int32
     part: Int32  # of the last item so far, -1 before the first
 
@@ -161,10 +161,10 @@ def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
                 cute.arch.sync_threads()
         where = (first, here, row, capacity, share, stretches)
         walk = _emit(sm, lengths, tables, rule, where, walk)
-        walk = Walk(end_cost, walk.item, walk.split, walk.part)
+        walk = Walk(end_cost, walk.work_tile, walk.split, walk.part)
     left = (walk.part + stretches) // stretches
     for p in cutlass.range(left + tidx, parts + 1, THREADS, unroll=1):
-        tables.part_begin[p] = walk.item
+        tables.part_begin[p] = walk.work_tile
     for u in cutlass.range(count + tidx, room + 1, THREADS, unroll=1):
         tables.split_begin[u] = walk.split
 
@@ -343,32 +343,34 @@ def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, wa
     tidx, _, _ = cute.arch.thread_idx()
     first, count, row, capacity, share, _ = where
     cap, parts = capacity - rule.overhead, tables.part_begin.shape[0] - 1
-    items, last = Int32(0), Int32(0)
+    work_tiles, last = Int32(0), Int32(0)
     if tidx < count:
         number = sm.tiles[tidx]
         if rule.split_tiles > 0:
-            items = pieces_of(number, rule.split_tiles)
-            _, _, last = _fixed_item(sm, rule, tidx, items - 1, share, parts)
+            work_tiles = pieces_of(number, rule.split_tiles)
+            _, _, last = _fixed_work_tile(sm, rule, tidx, work_tiles - 1, share, parts)
         else:
-            items = 1 + (number - sm.head[tidx, row] + (cap - 1)) // cap
-            last = sm.part[tidx, row] + items - 1
-    splits = items if items > 1 else Int32(0)
-    item_end, split_end, all_items, all_splits = scan(sm.sums, items, splits)
-    sm.item[tidx] = item_end - items
+            work_tiles = 1 + (number - sm.head[tidx, row] + (cap - 1)) // cap
+            last = sm.part[tidx, row] + work_tiles - 1
+    splits = work_tiles if work_tiles > 1 else Int32(0)
+    work_tile_end, split_end, all_work_tiles, all_splits = scan(sm.sums, work_tiles, splits)
+    sm.work_tile[tidx] = work_tile_end - work_tiles
     if tidx == 0:
-        sm.item[CHUNK] = all_items
+        sm.work_tile[CHUNK] = all_work_tiles
     sm.split[tidx] = walk.split + split_end - splits
     sm.last[tidx] = last
     if tidx < count:
         tables.split_begin[first + tidx] = walk.split + split_end - splits
     cute.arch.sync_threads()
-    for i in cutlass.range(tidx, all_items, THREADS, unroll=1):
-        _emit_item(sm, lengths, tables, rule, where, walk, i)
-    return Walk(walk.cost, walk.item + all_items, walk.split + all_splits, sm.last[count - 1])
+    for i in cutlass.range(tidx, all_work_tiles, THREADS, unroll=1):
+        _emit_work_tile(sm, lengths, tables, rule, where, walk, i)
+    return Walk(
+        walk.cost, walk.work_tile + all_work_tiles, walk.split + all_splits, sm.last[count - 1]
+    )
 
 
 @cute.jit
-def _balanced_item(sm: Smem, at: Int32, q: Int32, row: Int32, cap: Int32) -> Any:
+def _balanced_work_tile(sm: Smem, at: Int32, q: Int32, row: Int32, cap: Int32) -> Any:
     """(first tile, end tile, part) of item ``q`` of a unit."""
     head = sm.head[at, row]
     begin = cutlass.max(head + (q - 1) * cap, 0)
@@ -378,7 +380,7 @@ def _balanced_item(sm: Smem, at: Int32, q: Int32, row: Int32, cap: Int32) -> Any
 
 
 @cute.jit
-def _fixed_item(sm: Smem, rule: Rule, at: Int32, q: Int32, share: Int32, parts: Int32) -> Any:
+def _fixed_work_tile(sm: Smem, rule: Rule, at: Int32, q: Int32, share: Int32, parts: Int32) -> Any:
     """The same with fixed splits."""
     number, size = sm.tiles[at], rule.split_tiles
     cost = sm.cost[at] - number - rule.overhead * pieces_of(number, size)
@@ -388,7 +390,7 @@ def _fixed_item(sm: Smem, rule: Rule, at: Int32, q: Int32, share: Int32, parts: 
 
 
 @cute.jit
-def _emit_item(
+def _emit_work_tile(
     sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, walk: Walk, i: Int32
 ) -> None:
     """Item ``i`` of the chunk, and the entries of part_begin between its predecessor's part and
@@ -398,35 +400,35 @@ def _emit_item(
     at = Int32(0)  # the unit: the last one whose first item is i or earlier
     for bit in cutlass.range_constexpr(CHUNK.bit_length() - 1):
         probe = at + (CHUNK >> (bit + 1))
-        if sm.item[probe] <= i:
+        if sm.work_tile[probe] <= i:
             at = probe
-    q = i - sm.item[at]
+    q = i - sm.work_tile[at]
     before = walk.part  # of the item before this one
     if at > 0:
         before = sm.last[cutlass.max(at - 1, 0)]
     begin, end, part = Int32(0), Int32(0), Int32(0)
     if rule.split_tiles > 0:
-        begin, end, part = _fixed_item(sm, rule, at, q, share, parts)
+        begin, end, part = _fixed_work_tile(sm, rule, at, q, share, parts)
         if q > 0:
-            _, _, before = _fixed_item(sm, rule, at, q - 1, share, parts)
+            _, _, before = _fixed_work_tile(sm, rule, at, q - 1, share, parts)
     else:
-        begin, end, part = _balanced_item(sm, at, q, row, capacity - rule.overhead)
+        begin, end, part = _balanced_work_tile(sm, at, q, row, capacity - rule.overhead)
         if q > 0:
             before = part - 1
     split = Int32(-1)
-    if sm.item[at + 1] - sm.item[at] > 1:
+    if sm.work_tile[at + 1] - sm.work_tile[at] > 1:
         split = sm.split[at] + q
-    item = walk.item + i
-    if item < tables.work_items.shape[0]:
+    work_tile = walk.work_tile + i
+    if work_tile < tables.work_items.shape[0]:
         unit = unit_at(lengths, tables, rule, first + at)
-        target = tables.work_items.iterator + item * ITEM_WORDS
+        target = tables.work_items.iterator + work_tile * ITEM_WORDS
         what = (unit.batch, begin, end, split)
         compat.store_words(target, [Uint32(x) for x in what])
         whose = (unit.first, unit.end, unit.hidden_from, unit.most)
         compat.store_words(target + 4, [Uint32(x) for x in whose])
     begun = (before + stretches) // stretches
     for p in cutlass.range(begun, part // stretches + 1, unroll=1):
-        tables.part_begin[p] = item
+        tables.part_begin[p] = work_tile
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -73,7 +73,7 @@ class Smem(NamedTuple):
 
     tiles: cute.Tensor
     cost: cute.Tensor  # running cost of the batch, this unit included
-    item: cute.Tensor  # (CHUNK + 1): items of the chunk before this unit
+    work_tile: cute.Tensor  # (CHUNK + 1): items of the chunk before this unit
     split: cute.Tensor  # splits before this unit
     last: cute.Tensor  # part of its last item
     part: cute.Tensor  # (CHUNK, WARPS): part of its first item, by capacity tried

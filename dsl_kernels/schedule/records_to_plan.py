@@ -80,7 +80,7 @@ class Smem(NamedTuple):
     cut: cute.Tensor  # its position
     request: cute.Tensor  # in which it lies; b at the end
     split: cute.Tensor  # splits, of one KV head, that it and those before it open
-    item: cute.Tensor  # items, of one KV head, before its part
+    work_tile: cute.Tensor  # items, of one KV head, before its part
     sums: cute.Tensor  # ``prefix_sum.SUMS``
 
 
@@ -121,8 +121,10 @@ def _convert(given: Given, tables: Tables, rule: Rule) -> None:
     _open_splits(sm, given, tables, parts)
     _deal(sm, tables, rule, parts)
     _number_splits(sm, given, tables, rule, parts)
-    items = cutlass.min(sm.item[parts] * rule.by_heads.divisor, tables.work_items.shape[0])
-    for i in cutlass.range(tidx, items, THREADS, unroll=1):
+    work_tiles = cutlass.min(
+        sm.work_tile[parts] * rule.by_heads.divisor, tables.work_items.shape[0]
+    )
+    for i in cutlass.range(tidx, work_tiles, THREADS, unroll=1):
         _emit(sm, given, tables, rule, parts, i)
 
 
@@ -217,15 +219,15 @@ def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
             mine = last - sm.request[at]
             if sm.cut[at + 1] > tables.tile_begin[last]:
                 mine += 1
-        upto, _, all_items, _ = scan(sm.sums, mine, Int32(0))
+        upto, _, all_work_tiles, _ = scan(sm.sums, mine, Int32(0))
         if part < parts:
             first = total + upto - mine
-            sm.item[part] = first
+            sm.work_tile[part] = first
             for head in cutlass.range(heads, unroll=1):
                 tables.part_begin[part * heads + head] = first * heads + head * mine
-        total += all_items
+        total += all_work_tiles
     if tidx == 0:
-        sm.item[parts] = total
+        sm.work_tile[parts] = total
         tables.part_begin[parts * heads] = total * heads
 
 
@@ -274,12 +276,12 @@ def _emit(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32, i: I
     """Writes item ``i``."""
     heads = rule.by_heads.divisor
     of_one, _ = divmod(i, rule.by_heads)  # items of a part are the same for all its KV heads
-    part = _last_up_to(sm.item, parts, of_one)
-    rest, head = i - sm.item[part] * heads, Int32(0)
+    part = _last_up_to(sm.work_tile, parts, of_one)
+    rest, head = i - sm.work_tile[part] * heads, Int32(0)
     if heads > 1:
-        items = sm.item[part + 1] - sm.item[part]
-        head = rest // items
-        rest -= head * items
+        work_tiles = sm.work_tile[part + 1] - sm.work_tile[part]
+        head = rest // work_tiles
+        rest -= head * work_tiles
     request = sm.request[part] + rest
     begin, end = tables.tile_begin[request], tables.tile_begin[request + 1]
     first, last = cutlass.max(sm.cut[part], begin), cutlass.min(sm.cut[part + 1], end)

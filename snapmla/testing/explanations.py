@@ -51,7 +51,7 @@ ROLES: dict[str, Place] = {
     "P.V over bytes": Place(("ProductsOfV", "ProductsOfV.*")),
     "P.V over V4's tokens": Place(("ProductsOfV4", "ProductsOfV4.*")),
     "P.V, an item without tiles": Place(
-        ("Mix16.*",), "INV_RING.wait_full(cta.st, 0, items & 1)"
+        ("Mix16.*",), "INV_RING.wait_full(cta.st, 0, work_tiles & 1)"
     ),
     "clearing of groups with scale 0": Place(("FencedScales.*",)),
     "split lists, the grid before": Place(("*.kernel",), "queries, KV and indices come from"),

@@ -331,7 +331,7 @@ def test_read_of_another_stage(etap: Bench) -> None:
 @modes
 def test_missing_barrier_between_warpgroups(dual: Bench, mode: str) -> None:
     """Each warpgroup has a barrier of its own where they should share one; all reports kept."""
-    source = line("dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_item")
+    source = line("dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_work_tile")
     number = "mov.u32 own, %tid.x; shr.u32 own, own, 7; add.s32 own, own, 8;"
     own = f"{{ .reg .b32 own; {number} bar.sync own, 128; }}"
     alone = {dual.one("bar.sync", source).pc: own}

@@ -168,7 +168,7 @@ LOSSES = {  # by a handover's ``what``
         last=True,  # which is that of ``announce``
     ),
     "row sums of both warpgroups": Loss(
-        DUAL, BARRIER, (("dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_item"),), "race"
+        DUAL, BARRIER, (("dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_work_tile"),), "race"
     ),
     "notes of work tiles": Loss(
         MHA, SYNC, (("attention_parts.py", "cute.arch.sync_warp()", "def release"),)
@@ -244,7 +244,7 @@ PAIRS = [  # by their lines' text: the write, the read
     ),
     (
         ("sparse_prefill_rows_on_m.py", "inv[row] = finish_row("),
-        ("sparse_prefill_rows_on_m.py", "head, inverse = item.block"),
+        ("sparse_prefill_rows_on_m.py", "head, inverse = work_tile.block"),
     ),
     (
         ("gather.py", "copy(to[2] + stage * (tile * n), source"),

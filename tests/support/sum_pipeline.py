@@ -81,7 +81,7 @@ class SumRows:
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         st = cutlass.memory.SmemAllocator().allocate(self.Storage)
         k_pipe = self.loads.pipe(st)
-        span = self.work.items_of(work, part)
+        span = self.work.work_tiles_of(work, part)
         if warp_id < 4:
             feed = Feed(st, (self.layout(),), k_pipe, Cache(loaded, num_pages), work, call, part)
             self.loads.run(warp_id, feed, None, None)
@@ -96,7 +96,7 @@ class SumRows:
         limit = cute.make_rmem_tensor((self.rows,), Int32)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.work.item_at(work, i)
+            batch, first, last, split = self.work.work_tile_at(work, i)
             rows = self.work.rows_at(work, call, i, batch, self.rows)
             for r in cutlass.range_constexpr(self.rows):
                 _, limit[r] = self.work.row_facts(work, call, batch, rows.first + r, rows.end)

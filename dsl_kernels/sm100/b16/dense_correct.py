@@ -18,7 +18,7 @@ from ...combine.epilogue import Held, Shared, write_rows
 from ...formats.dims import EXPONENT_CHANNELS
 from ...formats.dims import KV_LORA_RANK as D
 from .. import umma
-from .dense_parts import HALF, WARPGROUP, Cta, Parts, items_of, store, tmem_of, wait_stores
+from .dense_parts import HALF, WARPGROUP, Cta, Parts, store, tmem_of, wait_stores, work_tiles_of
 from .dense_softmax import Softmax
 
 SCALED, WRITTEN = 64, 32  # columns of O in registers at a time
@@ -38,12 +38,12 @@ class Correction:
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         gmem, call = cta.gmem, cta.call
-        span = items_of(self.parts, cta)
+        span = work_tiles_of(self.parts, cta)
         o_at = umma.lanes_of(tmem_of(cta), wwarp) + self.parts.columns.o
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.p_stages)
         inv_phase = Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.work.item_at(gmem.work, i)
+            batch, first, last, split = self.work.work_tile_at(gmem.work, i)
             rows = self.work.rows_at(gmem.work, call, i, batch, self.form.rows)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             seqlen = self.work.seqlen_of(gmem.work, batch)

@@ -20,10 +20,10 @@ from .dense_parts import (
     RUN,
     S_STAGES,
     Cta,
-    items_of,
     multiply_chunk,
     multiply_values,
     tmem_of,
+    work_tiles_of,
 )
 from .dense_ws_parts import BLOCK, Q_IN_TMEM, Q_STAGES, STAGE_BYTES, STAGES, WsParts
 
@@ -44,14 +44,14 @@ class Issuers:
     def issue_scores(self, cta: Cta):
         """Q into tensor memory, S of every tile."""
         st, gmem, q_pipe = cta.st, cta.gmem, cta.tiles.q
-        span, tmem = items_of(self.parts, cta), tmem_of(cta)
+        span, tmem = work_tiles_of(self.parts, cta), tmem_of(cta)
         queries = umma.k_major(umma.address_of(st.qc.data_ptr()))
         keys = umma.k_major(umma.address_of(st.kc.data_ptr()))
         qst = pipeline.make_pipeline_state(CONSUMER, Q_STAGES)
         kst = pipeline.make_pipeline_state(CONSUMER, STAGES)
         sst = pipeline.make_pipeline_state(PRODUCER, S_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            _, first, last, _ = self.parts.work.work_tile_at(gmem.work, i)
             q_pipe.consumer_wait(qst)
             # Copies come behind the MMAs that read the Q tile before, which this warp issued;
             # nothing would order them behind copies that no MMA has read.
@@ -113,12 +113,12 @@ class Issuers:
     def issue_products(self, cta: Cta):
         """O += P V of every tile, half of the channels at a time."""
         st, gmem = cta.st, cta.gmem
-        span, tmem = items_of(self.parts, cta), tmem_of(cta)
+        span, tmem = work_tiles_of(self.parts, cta), tmem_of(cta)
         values = umma.mn_major(umma.address_of(st.kc.data_ptr()), BLOCK)
         weights = umma.k_major(self.parts.p_address(st, 0))
         kst = pipeline.make_pipeline_state(CONSUMER, STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            _, first, last, _ = self.parts.work.work_tile_at(gmem.work, i)
             for tile in cutlass.range(first, last, unroll=1):
                 # O is relative to P's m_ref, and P is there: the correction warps have
                 # waited for it

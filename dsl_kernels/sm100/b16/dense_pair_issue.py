@@ -21,10 +21,10 @@ from .dense_parts import (
     HALVES,
     S_STAGES,
     Cta,
-    items_of,
     multiply_chunk,
     multiply_values,
     tmem_of,
+    work_tiles_of,
 )
 
 CONSUMER, PRODUCER = pipeline.PipelineUserType.Consumer, pipeline.PipelineUserType.Producer
@@ -41,14 +41,14 @@ class PairIssuers:
     def issue_scores(self, cta: Cta):
         """Q into tensor memory, S of every tile."""
         st, gmem = cta.st, cta.gmem
-        span, tmem = items_of(self.parts, cta), tmem_of(cta)
+        span, tmem = work_tiles_of(self.parts, cta), tmem_of(cta)
         squares = umma.k_major(umma.address_of(st.kc.data_ptr()))
         queries = umma.k_major(umma.address_of(st.qc.data_ptr()))
         kst = pipeline.make_pipeline_state(CONSUMER, K_STAGES)
         sst = pipeline.make_pipeline_state(PRODUCER, S_STAGES)
         q_phase = Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            _, first, last, _ = self.parts.work.work_tile_at(gmem.work, i)
             some = Int32(cutlass.select_(first < last, Int32(1), Int32(0)))
             for c in cutlass.range(0, some * TMEM_CHUNKS, unroll=1):
                 self.loads.k.wait_full(st, kst.index, kst.phase)
@@ -102,12 +102,12 @@ class PairIssuers:
     def issue_products(self, cta: Cta):
         """O += P V of every tile: 64 tokens at a time, which are free behind it."""
         st, gmem = cta.st, cta.gmem
-        span, tmem = items_of(self.parts, cta), tmem_of(cta)
+        span, tmem = work_tiles_of(self.parts, cta), tmem_of(cta)
         values = umma.mn_major(umma.address_of(st.v.data_ptr()), SQUARE)
         weights = umma.k_major(self.parts.p_address(st, 0))
         pst = pipeline.make_pipeline_state(CONSUMER, P_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            _, first, last, _ = self.parts.work.work_tile_at(gmem.work, i)
             for tile in cutlass.range(first, last, unroll=1):
                 # O is relative to P's m_ref, and P and V of both CTAs are there: their correction
                 # warps have waited for them

@@ -34,7 +34,7 @@ from ...load.work_list import WorkList
 from .. import umma
 from ..fp8.pair_loads import boxed
 from ..rings import LEADER
-from .dense_parts import CHUNKS, HALF, RUN, Cta, items_of
+from .dense_parts import CHUNKS, HALF, RUN, Cta, work_tiles_of
 
 CTAS, ROWS = 2, 64  # of the pair; query rows of a CTA
 TILE = 128  # tokens of a tile, and of a block of P
@@ -144,14 +144,14 @@ class PairLoads:
     def run_k(self, cta: Cta, source, q_tiles, rank):
         """Q and K, chunk by chunk in the order in which they are multiplied; by one warp."""
         st, gmem = cta.st, cta.gmem
-        span, layouts = items_of(self, cta), cta.tiles
+        span, layouts = work_tiles_of(self, cta), cta.tiles
         lane = cute.arch.lane_idx()
         policy = {"cache_policy": Int64(EVICT_NORMAL)}  # the pair reads 512 channels twice
         ds, dg = self._boxes(source.k, staged(st.kc, layouts.k[0]))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, K_STAGES)
         q_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.work.item_at(gmem.work, i)
+            batch, first, last, _ = self.work.work_tile_at(gmem.work, i)
             rows = self.work.rows_at(gmem.work, cta.call, i, batch, ROWS)
             some = Int32(cutlass.select_(first < last, Int32(1), Int32(0)))
             for c in cutlass.range(0, some * TMEM_CHUNKS, unroll=1):
@@ -201,13 +201,13 @@ class PairLoads:
     def run_v(self, cta: Cta, source, rank):
         """V: the CTA's channels of 64 tokens at a time; by one warp."""
         st, gmem = cta.st, cta.gmem
-        span = items_of(self, cta)
+        span = work_tiles_of(self, cta)
         lane = cute.arch.lane_idx()
         policy = {"cache_policy": Int64(EVICT_NORMAL)}  # the pair reads 512 channels twice
         ds, dg = self._boxes(source.v, staged(st.v, cta.tiles.v))
         vst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, V_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.work.item_at(gmem.work, i)
+            batch, first, last, _ = self.work.work_tile_at(gmem.work, i)
             table = gmem.work.block_table[batch, None]
             for tile in cutlass.range(first, last, unroll=1):
                 page = self.work.page_of(table, tile, lane, gmem.num_pages)

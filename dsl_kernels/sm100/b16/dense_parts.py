@@ -129,11 +129,11 @@ class Parts(Protocol):
 
 
 @cute.jit
-def items_of(parts: cutlass.Constexpr, cta: Cta):
+def work_tiles_of(parts: cutlass.Constexpr, cta: Cta):
     """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
     it would live, and be spilled, through the role that needs most registers."""
     _, part, _ = cute.arch.block_idx()
-    return parts.work.items_of(cta.gmem.work, part)
+    return parts.work.work_tiles_of(cta.gmem.work, part)
 
 
 def tmem_of(cta: Cta):

@@ -17,7 +17,7 @@ from ...combine.online_softmax import NEVER
 from ...sm90.online_softmax import raise_m_ref
 from .. import umma
 from ..fp8 import block_softmax as shares
-from .dense_parts import S_STAGES, WARPGROUP, Barrier, Cta, Parts, items_of, tmem_of
+from .dense_parts import S_STAGES, WARPGROUP, Barrier, Cta, Parts, tmem_of, work_tiles_of
 
 CONSUMER = pipeline.PipelineUserType.Consumer
 
@@ -44,7 +44,7 @@ class Softmax:
     def run(self, cta: Cta):
         tidx, _, _ = cute.arch.thread_idx()
         gmem, call = cta.gmem, cta.call
-        span = items_of(self.parts, cta)
+        span = work_tiles_of(self.parts, cta)
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         s_at = umma.lanes_of(tmem_of(cta), wwarp) + self.parts.columns.s
         row = tidx % self.form.rows
@@ -53,7 +53,7 @@ class Softmax:
         running = cute.make_rmem_tensor((2,), Float32)  # m_ref, row sum of this thread's tokens
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.work.item_at(gmem.work, i)
+            batch, first, last, split = self.work.work_tile_at(gmem.work, i)
             rows = self.work.witnessed_rows_at(gmem.work, call, i, batch, self.form.rows)
             factor, limit = self.work.row_facts(gmem.work, call, batch, rows.first + row, rows.end)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
@@ -62,7 +62,7 @@ class Softmax:
                 self.block(cta, tile, s_at, pst, sst, (factor, limit, ragged_from), running)
                 pst.advance()
                 sst.advance()
-            shares.finish_item(
+            shares.finish_work_tile(
                 self.form, self.rings.inv, Barrier.SAME_ROWS, cta, split, rows, inv_phase, running
             )
             inv_phase = inv_phase ^ 1

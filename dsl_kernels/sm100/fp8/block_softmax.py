@@ -115,7 +115,7 @@ def exchange(field, form: cutlass.Constexpr, buffer, row, wwarp, value, barrier_
 
 
 @cute.jit
-def finish_item(
+def finish_work_tile(
     form: cutlass.Constexpr, inv: cutlass.Constexpr, same_rows: cutlass.Constexpr, cta, split, rows,
     inv_phase, running,
 ):  # fmt: skip

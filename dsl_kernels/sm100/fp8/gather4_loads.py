@@ -157,9 +157,9 @@ class Gather4(GatherRows):
         ahead = first + cute.arch.lane_idx()
         scale = Plane.of(cache.scale, SCALE, 0)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        span = self.work.items_of(work, part)
+        span = self.work.work_tiles_of(work, part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, begin, last, _ = self.work.item_at(work, i)
+            batch, begin, last, _ = self.work.work_tile_at(work, i)
             row, count = self.work.row_of_table(work, call, i, batch)
             entry = self._entry(row, begin, ahead)
             bar = k_pipe.producer_get_barrier(kst)

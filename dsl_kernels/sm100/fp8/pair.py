@@ -326,7 +326,7 @@ class Pair:
     def issue_scores(self, cta: Cta):
         """Q tiles into tensor memory, and S of every tile, for both CTAs."""
         st, gmem, tmem = cta.st, cta.gmem, cta.tmem
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         content = umma.k_major(umma.address_of(st.kc.data_ptr()))
         rope = umma.k_major(umma.address_of(st.kr.data_ptr()))
         q_rope = umma.k_major(umma.address_of(st.qr.data_ptr()))
@@ -335,7 +335,7 @@ class Pair:
         qst = pipeline.make_pipeline_state(consumer, loads.Q_STAGES)
         sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.work.item_at(gmem.work, i)
+            _, first, last, _ = self.work.work_tile_at(gmem.work, i)
             self.loads.k.wait_full(st, kst.index, kst.phase)
             if umma.elected():
                 if first < last:  # copies that no MMA has read would be in no order (fp8/ws.py)
@@ -381,13 +381,13 @@ class Pair:
     def issue_products(self, cta: Cta):
         """X = P V of every tile, half of the channels at a time, for both CTAs."""
         st, gmem, tmem = cta.st, cta.gmem, cta.tmem
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         values = umma.mn_major(umma.address_of(st.v.data_ptr()), TILE * LINE)
         weights = umma.k_major(umma.address_of(st.p.data_ptr()), TILE)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         x_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.work.item_at(gmem.work, i)
+            _, first, last, _ = self.work.work_tile_at(gmem.work, i)
             for _ in cutlass.range(first, last, unroll=1):
                 # P being there means that V is: the softmax warps have waited for it
                 self.rings.both.wait_full(st, pst.index, pst.phase)

@@ -127,7 +127,7 @@ class PairTma:
     def run_k(self, cta: Any, source, q_tiles, rank):
         """Q tiles, K halves and scales, in the order of the items; by one warp."""
         st, gmem = cta.st, cta.gmem
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         layouts = cta.layouts
         lane, pages = cute.arch.lane_idx(), gmem.scale.shape[0]
         copy_scales = self.scales.copier(st, gmem.scale)
@@ -142,7 +142,7 @@ class PairTma:
         cst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.k_stages)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.work.item_at(gmem.work, i)
+            batch, first, last, _ = self.work.work_tile_at(gmem.work, i)
             rows = self.work.rows_at(gmem.work, cta.call, i, batch, ROWS)
             self.q.wait_full(st, qst.index, qst.phase)  # at once, the first times: phase 1
             bar = self._claim(st, kst, rank)
@@ -190,7 +190,7 @@ class PairTma:
     def run_v(self, cta: Any, source, rank):
         """V halves: a column block of each half of the channels; by one warp."""
         st, gmem = cta.st, cta.gmem
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         lane, pages = cute.arch.lane_idx(), gmem.scale.shape[0]
         policy = {"cache_policy": Int64(EVICT_NORMAL)}  # the pair reads content twice
         ds, dg = self._boxes(
@@ -198,7 +198,7 @@ class PairTma:
         )
         vst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, V_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.work.item_at(gmem.work, i)
+            batch, first, last, _ = self.work.work_tile_at(gmem.work, i)
             table = gmem.work.block_table[batch, None]
             for tile in cutlass.range(first, last, unroll=1):
                 page = self.work.page_of(table, tile, lane, pages)

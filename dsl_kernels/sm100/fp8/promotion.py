@@ -54,13 +54,13 @@ class Promotion:
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, gmem, tmem = cta.st, cta.gmem, cta.tmem
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         o = cute.make_rmem_tensor((self.form.share(HALF),), Float32)
         x_at = umma.lanes_of(tmem, wwarp) + self.x + half * self.form.share(HALF)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.p_stages)
         x_phase, inv_phase = Int32(0), Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.work.item_at(gmem.work, i)
+            batch, first, last, split = self.work.work_tile_at(gmem.work, i)
             o.fill(0.0)
             for _ in cutlass.range(first, last, unroll=1):
                 self.block(st, o, x_at, half, pst, x_phase)

@@ -85,7 +85,7 @@ class Softmax:
         """Run the role for all items of the CTA; the whole warpgroup calls this."""
         tidx, _, _ = cute.arch.thread_idx()
         gmem, call = cta.gmem, cta.call
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         row = tidx % self.form.rows
         consumer = pipeline.PipelineUserType.Consumer
         kst = pipeline.make_pipeline_state(consumer, self.tiles.stages)
@@ -94,7 +94,7 @@ class Softmax:
         running = cute.make_rmem_tensor((2,), Float32)  # m_ref, row sum of this thread's tokens
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.work.item_at(gmem.work, i)
+            batch, first, last, split = self.work.work_tile_at(gmem.work, i)
             rows = self.work.witnessed_rows_at(gmem.work, call, i, batch, self.form.rows)
             factor, limit = row_facts(self.work, gmem, call, batch, rows, row)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
@@ -113,7 +113,7 @@ class Softmax:
                 kst.advance()
                 sst.advance()
                 pst.advance()
-            softmax.finish_item(
+            softmax.finish_work_tile(
                 self.form, self.rings.inv, self.same_rows, cta, split, rows, inv_phase, running
             )
             inv_phase = inv_phase ^ 1

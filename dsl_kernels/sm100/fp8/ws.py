@@ -356,13 +356,13 @@ class Ws:
     def issue_scores(self, cta: Cta):
         """Q tiles into tensor memory, and S of every tile; the warp waits, one lane issues."""
         st, k_pipe, gmem, _, tmem = cta
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         content = umma.k_major(umma.address_of(st.kc.data_ptr()))
         rope = umma.k_major(umma.address_of(st.kr.data_ptr()))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.work.item_at(gmem.work, i)
+            _, first, last, _ = self.work.work_tile_at(gmem.work, i)
             self.wait_q(cta, kst)
             if umma.elected():
                 # Copies come behind the MMAs that read the Q tile before, which this warp issued;
@@ -419,14 +419,14 @@ class Ws:
     def issue_products(self, cta: Cta):
         """X = P V of every tile, half of the channels at a time."""
         st, k_pipe, gmem, _, tmem = cta
-        span = self.work.items_of(gmem.work, part_of_cta())
+        span = self.work.work_tiles_of(gmem.work, part_of_cta())
         values = umma.mn_major(umma.address_of(st.kc.data_ptr()), TILE * umma.LINE)
         weights = umma.k_major(umma.address_of(st.p.data_ptr()), TILE)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         x_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.work.item_at(gmem.work, i)
+            _, first, last, _ = self.work.work_tile_at(gmem.work, i)
             kst.advance()  # over the Q tile, which Q.K's issuer frees for it
             for _ in cutlass.range(first, last, unroll=1):
                 # P being there means that the tile is: the softmax warps have waited for it

@@ -5,7 +5,7 @@
 
 Hand-over of a block, in the tile's stage of the ring: P over the tile's RoPE columns, factor gamma
 of its rows, and whether an m_ref moved.  Hand-over of an item: 1 / row sums, and where its
-rows go (item_notes.py).
+rows go (work_tile_notes.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.stamp import Stamp
 from ..fragments import padded_size
-from ..item_notes import note, note_fields, noted
 from ..roles import INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier, Cta, Layouts
+from ..work_tile_notes import note, note_fields, noted
 from .dense_parts import Parts
 
 if TYPE_CHECKING:
@@ -144,10 +144,10 @@ class Form:
         consumer = pipeline.PipelineUserType.Consumer
         qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
         kst = pipeline.make_pipeline_state(consumer, self.parts.stages)
-        blocks, items = Int32(0), Int32(0)  # behind us
-        span = self.parts.work.items_of(gmem.work, cta.part)
+        blocks, work_tiles = Int32(0), Int32(0)  # behind us
+        span = self.parts.work.work_tiles_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.work_tile_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             for x in cutlass.range_constexpr(n):
                 row = self.fragment.row_at(wwarp, tidx % 32, x)
@@ -155,7 +155,7 @@ class Form:
             ragged_from = cute.arch.make_warp_uniform(
                 self.parts.work.ragged_from(gmem.work, cta.call, batch, rows)
             )
-            note(cta.st, items, wwarp, split, rows)
+            note(cta.st, work_tiles, wwarp, split, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             cta.q_pipe.consumer_wait(qst)
@@ -172,8 +172,8 @@ class Form:
             cta.q_pipe.consumer_release(qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, split, rows)
-            items += 1
+            self.finish_rows(cta, (work_tiles & 1) ^ 1, m_ref, l_run, split, rows)
+            work_tiles += 1
 
     @cute.jit
     def pv_loop(self, cta: Cta, half):
@@ -181,12 +181,12 @@ class Form:
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, layouts, _, k_pipe, gmem, call, part = cta
-        span = self.parts.work.items_of(gmem.work, part)
+        span = self.parts.work.work_tiles_of(gmem.work, part)
         operands, acc_O = self.pv_operands(st, layouts, half), self.accumulators()
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.parts.stages)
-        items = Int32(0)  # behind us
+        work_tiles = Int32(0)  # behind us
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, _ = self.parts.work.work_tile_at(gmem.work, i)
             rows = self.parts.work.rows_at(gmem.work, call, i, batch, self.rows_cta)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
@@ -206,8 +206,8 @@ class Form:
                 k_pipe.consumer_release(kst)
                 kst.advance()
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
-            INV_RING.wait_full(st, 0, items & 1)
-            split, rows = noted(st, items, wwarp, self.rows_cta)
+            INV_RING.wait_full(st, 0, work_tiles & 1)
+            split, rows = noted(st, work_tiles, wwarp, self.rows_cta)
             self.write_rows(st, gmem.results, acc_O, split, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
-            items += 1
+            work_tiles += 1

@@ -55,12 +55,12 @@ class GatheredForm(Form):
 
     # ---------------------------------------------------------------- what a form adds
 
-    def begin(self, st, operands, items) -> None:
-        """Wait for the ``items``-th row tile of Q; a form that keeps Q in registers loads it,
+    def begin(self, st, operands, work_tiles) -> None:
+        """Wait for the ``work_tiles``-th row tile of Q; a form that keeps Q in registers loads it,
         too."""
         raise NotImplementedError
 
-    def tile(self, st, operands, state, turn, items, ends) -> None:
+    def tile(self, st, operands, state, turn, work_tiles, ends) -> None:
         """S -> P of a tile, handed over; ``ends``: whether it is the first, and the last one, of
         the work tile."""
         raise NotImplementedError
@@ -70,15 +70,15 @@ class GatheredForm(Form):
         has read it."""
         raise NotImplementedError
 
-    def finish(self, st, gmem, item, state, items) -> None:
+    def finish(self, st, gmem, work_tile, state, work_tiles) -> None:
         """Row sums -> factors of O for the P.V warps; LSE and maxima to memory."""
         raise NotImplementedError
 
-    def note_first(self, st, gmem, item, state) -> None:
+    def note_first(self, st, gmem, work_tile, state) -> None:
         """LSE of the tiles so far to memory: of the entries that the indexer chose."""
         raise NotImplementedError
 
-    def write(self, st, gmem, acc_O, item, half) -> None:
+    def write(self, st, gmem, acc_O, work_tile, half) -> None:
         """Normalised O -> rows, their factors being there."""
         raise NotImplementedError
 
@@ -108,27 +108,27 @@ class GatheredForm(Form):
         """Work tiles and tiles of the softmax warpgroup."""
         operands, rows = self.score_operands(st, layouts), self.fragment.rows
         m_ref, sums, most = (cute.make_rmem_tensor((rows,), Float32) for _ in range(3))
-        total, tiles, items = Work.total(gmem), Int32(0), Int32(0)  # behind us
+        total, tiles, work_tiles = Work.total(gmem), Int32(0), Int32(0)  # behind us
         query, _ = Work.place(gmem, cta)
         count = Work.count(gmem, query)
         for j in cutlass.range(cta, total, gmem.ctas, unroll=1):
-            item = Work.item(gmem, j, count)
+            work_tile = Work.work_tile(gmem, j, count)
             query, _ = Work.place(gmem, j + gmem.ctas)
             count = Work.count(gmem, query)
             m_ref.fill(NEVER)
             sums.fill(0.0)
             most.fill(-Float32.inf)
-            self.begin(st, operands, items)
+            self.begin(st, operands, work_tiles)
             state = (m_ref, sums, most, gmem.scale)
-            for tile in cutlass.range(0, item.tiles, unroll=1):
-                ends = tile == 0, tile + 1 == item.tiles
-                self.tile(st, operands, state, Turn.of(tiles), items, ends)
+            for tile in cutlass.range(0, work_tile.tiles, unroll=1):
+                ends = tile == 0, tile + 1 == work_tile.tiles
+                self.tile(st, operands, state, Turn.of(tiles), work_tiles, ends)
                 if const_expr(gmem.lse_indexer is not None):  # noqa: SIM102 (only this is static)
-                    if tile + 1 == cutlass.min(gmem.indexer_tiles, item.tiles):
-                        self.note_first(st, gmem, item, state)
+                    if tile + 1 == cutlass.min(gmem.indexer_tiles, work_tile.tiles):
+                        self.note_first(st, gmem, work_tile, state)
                 tiles += 1
-            self.finish(st, gmem, item, state, items)
-            items += 1
+            self.finish(st, gmem, work_tile, state, work_tiles)
+            work_tiles += 1
 
     def places(self, st, stage):
         """Bits of a tile's 64 places, two words: which of them hold a token."""
@@ -139,23 +139,23 @@ class GatheredForm(Form):
     def products(self, st, layouts, gmem, cta, half):
         """Work tiles and tiles of a P.V warpgroup."""
         operands, acc_O = self.pv_operands(st, layouts, half), self.accumulators()
-        total, tiles, items = Work.total(gmem), Int32(0), Int32(0)  # behind us
+        total, tiles, work_tiles = Work.total(gmem), Int32(0), Int32(0)  # behind us
         query, _ = Work.place(gmem, cta)
         count = Work.count(gmem, query)
         for j in cutlass.range(cta, total, gmem.ctas, unroll=1):
-            item = Work.item(gmem, j, count)
+            work_tile = Work.work_tile(gmem, j, count)
             query, _ = Work.place(gmem, j + gmem.ctas)
             count = Work.count(gmem, query)
             for x in cutlass.range_constexpr(len(acc_O)):
                 acc_O[x].fill(0.0)
-            for _ in cutlass.range(0, item.tiles, unroll=1):
+            for _ in cutlass.range(0, work_tile.tiles, unroll=1):
                 turn = Turn.of(tiles)
                 self.product(st, acc_O, operands, turn)
                 release(self.loads.kv, st, turn.slot(LATE))
                 tiles += 1
-            INV_RING.wait_full(st, 0, items & 1)
-            self.write(st, gmem, acc_O, item, half)
+            INV_RING.wait_full(st, 0, work_tiles & 1)
+            self.write(st, gmem, acc_O, work_tile, half)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 INV_RING.arrive_empty(st, 0)
-            items += 1
+            work_tiles += 1

@@ -77,7 +77,7 @@ class Gmem(NamedTuple):
     width: Any = None  # entries of a piece, a multiple of 64
 
 
-class Item(NamedTuple):
+class WorkTile(NamedTuple):
     """A work tile: a row block of a query, the tiles of its entries.
 
     Attributes:
@@ -129,21 +129,21 @@ class Work:
 
     @staticmethod
     def list_of(gmem, query):
-        """(query token, entries of its list before the first one) of ``Item.query``."""
+        """(query token, entries of its list before the first one) of ``WorkTile.query``."""
         if const_expr(gmem.width is None):
             return query, 0
         token, piece = divmod(query, gmem.by_pieces)
         return token, piece * gmem.width
 
     @staticmethod
-    def item(gmem, j, told):
+    def work_tile(gmem, j, told):
         """Work tile ``j``, ``told`` how many entries count."""
         query, block = Work.place(gmem, j)
         told = cute.arch.make_warp_uniform(told)
         most = gmem.indices.shape[2] if const_expr(gmem.width is None) else gmem.width
         count = cutlass.min(cutlass.max(told, 0), most)
         tiles = cutlass.max((count + (TILE - 1)) // TILE, 1)
-        return Item(query, block, count, tiles)
+        return WorkTile(query, block, count, tiles)
 
 
 class Turn(NamedTuple):
@@ -242,19 +242,19 @@ class GatheredTiles:
         count = Work.count(gmem, query)
         low, high = self._entry(gmem, query, 0, lane), self._entry(gmem, query, 0, lane + 32)
         for j in cutlass.range(cta, total, gmem.ctas, unroll=1):
-            item = Work.item(gmem, j, count)
+            work_tile = Work.work_tile(gmem, j, count)
             query, _ = Work.place(gmem, j + gmem.ctas)
             count = Work.count(gmem, query)
-            for tile in cutlass.range(0, item.tiles, unroll=1):
-                turn, left = Turn.of(tiles), item.count - tile * TILE
+            for tile in cutlass.range(0, work_tile.tiles, unroll=1):
+                turn, left = Turn.of(tiles), work_tile.count - tile * TILE
                 named = [
                     cute.arch.vote_ballot_sync(
                         (compat.unsigned(entry) < compat.unsigned(s_kv)) & (place < left)
                     )
                     for entry, place in ((low, lane), (high, lane + 32))
                 ]
-                more = tile + 1 < item.tiles
-                at = Int32(cutlass.select_(more, item.query, query))
+                more = tile + 1 < work_tile.tiles
+                at = Int32(cutlass.select_(more, work_tile.query, query))
                 following = Int32(cutlass.select_(more, tile + 1, Int32(0)))
                 low = self._entry(gmem, at, following, lane)
                 high = self._entry(gmem, at, following, lane + 32)
@@ -279,24 +279,24 @@ class GatheredTiles:
         lane = cute.arch.lane_idx()
         first, end = groups
         ahead = first * GROUP + lane
-        total, tiles, items = Work.total(gmem), Int32(0), Int32(0)  # behind us
+        total, tiles, work_tiles = Work.total(gmem), Int32(0), Int32(0)  # behind us
         query, _ = Work.place(gmem, cta)
         count, entry = Work.count(gmem, query), self._entry(gmem, query, 0, ahead)
         to, base = self._target(st, first, lane), self._base(gmem, lane)
         stride = Uint32(gmem.kv.stride[0]) * Uint32(2)
         if const_expr(boxes is not None):
-            self._load_q(st, gmem, boxes, cta, items, EARLY, first=True)
+            self._load_q(st, gmem, boxes, cta, work_tiles, EARLY, first=True)
         for j in cutlass.range(cta, total, gmem.ctas, unroll=1):
-            item = Work.item(gmem, j, count)
+            work_tile = Work.work_tile(gmem, j, count)
             query, _ = Work.place(gmem, j + gmem.ctas)
             count = Work.count(gmem, query)
-            for tile in cutlass.range(0, item.tiles, unroll=1):
+            for tile in cutlass.range(0, work_tile.tiles, unroll=1):
                 turn = Turn.of(tiles)
                 named = compat.unsigned(entry) < compat.unsigned(gmem.kv.shape[0])
-                named = named & (tile * TILE + ahead < item.count)
+                named = named & (tile * TILE + ahead < work_tile.count)
                 token = Int32(cutlass.select_(named, entry, Int32(-1)))
-                more = tile + 1 < item.tiles
-                at = Int32(cutlass.select_(more, item.query, query))
+                more = tile + 1 < work_tile.tiles
+                at = Int32(cutlass.select_(more, work_tile.query, query))
                 following = Int32(cutlass.select_(more, tile + 1, Int32(0)))
                 entry = self._entry(gmem, at, following, ahead)
                 for half in cutlass.range_constexpr(2):
@@ -309,11 +309,11 @@ class GatheredTiles:
                 if const_expr(boxes is not None):
                     if const_expr(self.q_stages == 1):  # noqa: SIM102 (only this at compile time)
                         if tile == 0:
-                            self._load_q(st, gmem, boxes, j, items, LATE)
-                    if (tile == cutlass.min(item.tiles - 1, 1)) & (j + gmem.ctas < total):
-                        self._load_q(st, gmem, boxes, j + gmem.ctas, items + 1, EARLY)
+                            self._load_q(st, gmem, boxes, j, work_tiles, LATE)
+                    if (tile == cutlass.min(work_tile.tiles - 1, 1)) & (j + gmem.ctas < total):
+                        self._load_q(st, gmem, boxes, j + gmem.ctas, work_tiles + 1, EARLY)
                 tiles += 1
-            items += 1
+            work_tiles += 1
 
     # ---------------------------------------------------------------- rows of Q
 
@@ -333,13 +333,20 @@ class GatheredTiles:
 
     @cute.jit
     def _load_q(
-        self, st, gmem, boxes, j, items, part: cutlass.Constexpr, first: cutlass.Constexpr = False
+        self,
+        st,
+        gmem,
+        boxes,
+        j,
+        work_tiles,
+        part: cutlass.Constexpr,
+        first: cutlass.Constexpr = False,
     ):
-        """A part of the ``items``-th row tile of the CTA, that of work tile ``j``; the ``first``
-        one finds its room free."""
+        """A part of the ``work_tiles``-th row tile of the CTA, that of work tile ``j``; the
+        ``first`` one finds its room free."""
         query, block = Work.place(gmem, j)
         query, _ = Work.list_of(gmem, query)
-        blocks, (slot, phase) = self.blocks_of_q(part), self.slot_of_q(items, part)
+        blocks, (slot, phase) = self.blocks_of_q(part), self.slot_of_q(work_tiles, part)
         stage = 0 if const_expr(self.q_stages == 1) else slot
         if const_expr(not first):
             self.q.wait_empty(st, slot, phase ^ 1)
@@ -360,11 +367,11 @@ class GatheredTiles:
             return range(count)
         return range(REGISTER_BLOCKS) if part == EARLY else range(REGISTER_BLOCKS, count)
 
-    def slot_of_q(self, items, part: int):
-        """(slot, phase) of Q's ring for a part of the ``items``-th row tile."""
+    def slot_of_q(self, work_tiles, part: int):
+        """(slot, phase) of Q's ring for a part of the ``work_tiles``-th row tile."""
         if self.q_stages > 1:
-            return items % self.q_stages, (items // self.q_stages) & 1
-        return part, items & 1
+            return work_tiles % self.q_stages, (work_tiles // self.q_stages) & 1
+        return part, work_tiles & 1
 
     # ---------------------------------------------------------------- rows of KV
 

@@ -71,8 +71,8 @@ class GatheredRowsOnM(GatheredForm, RowsOnM):
     # ---------------------------------------------------------------- softmax warpgroup
 
     @cute.jit
-    def begin(self, st, operands, items):
-        self.loads.q.wait_full(st, EARLY, items & 1)
+    def begin(self, st, operands, work_tiles):
+        self.loads.q.wait_full(st, EARLY, work_tiles & 1)
         self.take_q(st, operands)
 
     @cute.jit
@@ -104,12 +104,12 @@ class GatheredRowsOnM(GatheredForm, RowsOnM):
         return acc
 
     @cute.jit
-    def tile(self, st, operands, state, turn, items, ends):
+    def tile(self, st, operands, state, turn, work_tiles, ends):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         m_ref, sums, most, scale = state
-        acc = self.scores(st, operands, turn, items & 1, ends[0])
+        acc = self.scores(st, operands, turn, work_tiles & 1, ends[0])
         if ends[1]:
             release(self.loads.q, st, LATE)
         self.hide(st, acc, turn.stage, lane)
@@ -174,13 +174,13 @@ class GatheredRowsOnM(GatheredForm, RowsOnM):
                     acc[v] = -Float32.inf
 
     @cute.jit
-    def finish(self, st, gmem, item, state, items):
+    def finish(self, st, gmem, work_tile, state, work_tiles):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         m_ref, sums, most, _ = state
         inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
-        INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
+        INV_RING.wait_empty(st, 0, (work_tiles & 1) ^ 1)
         for i in cutlass.range_constexpr(2):
             total, top = sums[i], most[i]
             for off in cutlass.range_constexpr(2):
@@ -188,14 +188,14 @@ class GatheredRowsOnM(GatheredForm, RowsOnM):
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
             if lane % 4 == 0:
                 row = ROWS_ON_M.row_at(wwarp, lane, i)
-                head = item.block * ROWS_OF_CTA + row
-                inv[row] = finish_row(gmem, head, item.query, total, m_ref[i], top)
+                head = work_tile.block * ROWS_OF_CTA + row
+                inv[row] = finish_row(gmem, head, work_tile.query, total, m_ref[i], top)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_full(st, 0)
 
     @cute.jit
-    def note_first(self, st, gmem, item, state):
+    def note_first(self, st, gmem, work_tile, state):
         """The four lanes of a quad have the same m_ref, and a share of the sum each."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
@@ -207,8 +207,8 @@ class GatheredRowsOnM(GatheredForm, RowsOnM):
                 total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
             if lane % 4 == 0:
-                head = item.block * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i)
-                first_lse(gmem, head, item.query, total, m_ref[i], top)
+                head = work_tile.block * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i)
+                first_lse(gmem, head, work_tile.query, total, m_ref[i], top)
 
     # ---------------------------------------------------------------- P.V warpgroups
 
@@ -243,7 +243,7 @@ class GatheredRowsOnM(GatheredForm, RowsOnM):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def write(self, st, gmem, acc_O, item, half):
+    def write(self, st, gmem, acc_O, work_tile, half):
         """The four lanes of a quad hold pairs of channels of the same row, and swap them to store
         16 bytes each."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -253,14 +253,14 @@ class GatheredRowsOnM(GatheredForm, RowsOnM):
         woven, out = Woven((1, 2), quad, 8), gmem.out
         for i in cutlass.range_constexpr(2):
             row = ROWS_ON_M.row_at(wwarp, lane, i)
-            head, inverse = item.block * ROWS_OF_CTA + row, inv[row]
+            head, inverse = work_tile.block * ROWS_OF_CTA + row, inv[row]
             runs = {}
             for j in cutlass.range_constexpr(HALF // 8):
                 acc, v = acc_O[8 * j // PV_N], 4 * (j % (PV_N // 8)) + 2 * i
                 # in place: another 64 registers there are not
                 acc[v], acc[v + 1] = acc[v] * inverse, acc[v + 1] * inverse
                 runs[8 * j] = cute.make_tensor(acc.iterator + v, cute.make_layout(2))
-            place = place_of(gmem, item.query, head, half * HALF)
+            place = place_of(gmem, work_tile.query, head, half * HALF)
             target = out.iterator + (place + woven.offset(out.element_type))
             store_woven(target, 0, runs, head < gmem.heads, woven)
 
@@ -277,17 +277,17 @@ class GatheredLines(GatheredRowsOnM):
         return {**super().all_fields(), "lines": array(U32, self.lines_bytes // 4, 1024)}
 
     @cute.jit
-    def write(self, st, gmem, acc_O, item, half):
+    def write(self, st, gmem, acc_O, work_tile, half):
         """Whole lines of 4 rows a store."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
         room, out = st.lines.data_ptr().toint() + (4 * half + wwarp) * GROUP_BYTES, gmem.out
         # 0, but known with a work tile only: what follows from it takes no registers before
-        nothing = compat.opaque(Int32(item.query)) >> 31
+        nothing = compat.opaque(Int32(work_tile.query)) >> 31
         lines = LineGroup(room, lane + nothing)
-        head = item.block * ROWS_OF_CTA + wwarp * 16 + lines.row
-        place = place_of(gmem, item.query, head, half * HALF + lines.channel)
+        head = work_tile.block * ROWS_OF_CTA + wwarp * 16 + lines.row
+        place = place_of(gmem, work_tile.query, head, half * HALF + lines.channel)
         target, step = out.iterator + place, Int64(out.stride[1]) + Int64(nothing)
         for i in cutlass.range_constexpr(2):
             inverse = inv[ROWS_ON_M.row_at(wwarp, lane, i)]

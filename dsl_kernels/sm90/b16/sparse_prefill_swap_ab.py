@@ -45,8 +45,8 @@ class GatheredSwapAb(GatheredForm, SwapAb):
     # ---------------------------------------------------------------- softmax warpgroup
 
     @cute.jit
-    def begin(self, st, operands, items):
-        slot, phase = self.loads.slot_of_q(items, EARLY)
+    def begin(self, st, operands, work_tiles):
+        slot, phase = self.loads.slot_of_q(work_tiles, EARLY)
         self.loads.q.wait_full(st, slot, phase)
 
     @cute.jit
@@ -69,13 +69,13 @@ class GatheredSwapAb(GatheredForm, SwapAb):
         return acc
 
     @cute.jit
-    def tile(self, st, operands, state, turn, items, ends):
+    def tile(self, st, operands, state, turn, work_tiles, ends):
         """A thread holds 2 tokens x rows / 4 rows."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, n_rows = tidx % 32, self.fragment.rows
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         m_ref, sums, most, scale = state
-        q_slot, _ = self.loads.slot_of_q(items, EARLY)
+        q_slot, _ = self.loads.slot_of_q(work_tiles, EARLY)
         t = self.scores(st, operands, turn, q_slot)
         if ends[1]:
             release(self.loads.q, st, q_slot)
@@ -120,26 +120,26 @@ class GatheredSwapAb(GatheredForm, SwapAb):
                     t[v] = -Float32.inf
 
     @cute.jit
-    def finish(self, st, gmem, item, state, items):
+    def finish(self, st, gmem, work_tile, state, work_tiles):
         tidx, _, _ = cute.arch.thread_idx()
         row, lane = tidx % WARPGROUP, tidx % 32
         wwarp = cute.arch.make_warp_uniform(row // 32)
         inv = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
         across = st.across.get_tensor(cute.make_layout((self.rows_cta, 8)))
-        INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
+        INV_RING.wait_empty(st, 0, (work_tiles & 1) ^ 1)
         self.exchange(across, state, wwarp, lane)
         if row < self.rows_cta:
             total = (across[row, 0] + across[row, 1]) + (across[row, 2] + across[row, 3])
-            head = item.block * self.rows_cta + row
+            head = work_tile.block * self.rows_cta + row
             inv[row_position(row, self.rows_cta)] = finish_row(
-                gmem, head, item.query, total, across[row, 4], across[row, 5]
+                gmem, head, work_tile.query, total, across[row, 4], across[row, 5]
             )
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # the next tile writes ``across``
         if lane == 0:
             INV_RING.arrive_full(st, 0)
 
     @cute.jit
-    def note_first(self, st, gmem, item, state):
+    def note_first(self, st, gmem, work_tile, state):
         tidx, _, _ = cute.arch.thread_idx()
         row, lane = tidx % WARPGROUP, tidx % 32
         wwarp = cute.arch.make_warp_uniform(row // 32)
@@ -147,8 +147,8 @@ class GatheredSwapAb(GatheredForm, SwapAb):
         self.exchange(across, state, wwarp, lane)
         if row < self.rows_cta:
             total = (across[row, 0] + across[row, 1]) + (across[row, 2] + across[row, 3])
-            head = item.block * self.rows_cta + row
-            first_lse(gmem, head, item.query, total, across[row, 4], across[row, 5])
+            head = work_tile.block * self.rows_cta + row
+            first_lse(gmem, head, work_tile.query, total, across[row, 4], across[row, 5])
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # the next tile writes ``across``
 
     @cute.jit
@@ -176,7 +176,7 @@ class GatheredSwapAb(GatheredForm, SwapAb):
         self.pv_block(st, acc_O, operands, turn.stage)
 
     @cute.jit
-    def write(self, st, gmem, acc_O, item, half):
+    def write(self, st, gmem, acc_O, work_tile, half):
         """A thread has channels g and g + 8 of a row, and after an exchange with its neighbour of
         the next g two adjacent ones."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -188,8 +188,8 @@ class GatheredSwapAb(GatheredForm, SwapAb):
         for x in cutlass.range_constexpr(self.fragment.rows):
             v = 4 * (x // 2) + x % 2
             inverse = inv[x, lane % 4]
-            head = item.block * self.rows_cta + self.fragment.row_at(wwarp, lane, x)
-            place = place_of(gmem, item.query, head, channel)
+            head = work_tile.block * self.rows_cta + self.fragment.row_at(wwarp, lane, x)
+            place = place_of(gmem, work_tile.query, head, channel)
             target = gmem.out.iterator + cute.assume(place, divby=2)
             for d in cutlass.range_constexpr(D_BLOCKS):
                 low, high = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse

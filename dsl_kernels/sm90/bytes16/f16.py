@@ -132,9 +132,9 @@ class F16(Mix16):
         """The first item's."""
         return span[0]
 
-    def item_of(self, work, turn, span):
+    def work_tile_of(self, work, turn, span):
         """(item, its sequence, first and last tile) of a turn."""
-        batch, first, last, _ = self.parts.work.item_at(work, turn)
+        batch, first, last, _ = self.parts.work.work_tile_at(work, turn)
         return turn, batch, first, last
 
     @cute.jit

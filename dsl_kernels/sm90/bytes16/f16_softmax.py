@@ -42,7 +42,7 @@ class F16Softmax(MixSoftmax):
     log2_in, sum_log2 = None, 0
     least = 0.99 * NEVER  # the largest softmax_scale makes logits of 0.52 NEVER
 
-    def begin_item(self, cta, qst, batch, rows, l_run, wwarp):
+    def begin_work_tile(self, cta, qst, batch, rows, l_run, wwarp):
         """Q to f16 and the rows' limits, by these warps; returns the first token that some row must
         not see, None where lists name tokens."""
         work, gmem, call, facts = self.parts.work, cta.gmem, cta.call, None

@@ -73,8 +73,8 @@ from ...formats.stamp import Stamp
 from ..decode import Decode, infeasible
 from ..fp8.softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
 from ..fragments import pad_layout, padded_size
-from ..item_notes import noted
 from ..roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Cta, Layouts
+from ..work_tile_notes import noted
 from .mix16_overlap import softmax_of, votes_of
 from .mix16_parts import CONVERTED, CONVERTED_THREADS, STAGE_BYTES, Parts
 from .mix16_pv import ProductsOfV
@@ -206,7 +206,7 @@ class Mix16(ProductsOfV):
     @cute.jit
     def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
-        span = self.parts.work.items_of(cta.gmem.work, cta.part)
+        span = self.parts.work.work_tiles_of(cta.gmem.work, cta.part)
         mma_o = self.pv_mma()
         acc_O = [
             cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.rows_cta)), Float32)
@@ -233,9 +233,9 @@ class Mix16(ProductsOfV):
             states: items behind us, and of the rings of K, P and Q; returns the next ones.
         """
         turn, span = at
-        items, kst, pst, qst = states
+        work_tiles, kst, pst, qst = states
         results, work = cta.gmem.results, cta.gmem.work
-        i, batch, first, last = self.item_of(work, turn, span)
+        i, batch, first, last = self.work_tile_of(work, turn, span)
         ends = self.ends_of(cta.gmem, cta.call, i, batch)
         offset = self.own_offset(wwarp)
         for d_block in cutlass.range_constexpr(4):
@@ -244,15 +244,15 @@ class Mix16(ProductsOfV):
         self.parts.stamps.put(results, Stamp.PRODUCTS_END, (half == 0) & (i == turn))
         self.align(acc_O[-1], half)  # while the next Q is on its way
         if const_expr(self.converts):
-            self.convert(cta, qst, at, first >= last, items, half, wwarp)
+            self.convert(cta, qst, at, first >= last, work_tiles, half, wwarp)
             qst.advance()
             if turn >= span[0]:
-                self.end_item(cta, acc_O, items, half, wwarp)
-                items += 1
+                self.end_work_tile(cta, acc_O, work_tiles, half, wwarp)
+                work_tiles += 1
         else:
-            self.end_item(cta, acc_O, items, half, wwarp)
-            items += 1
-        return items, kst, pst, qst
+            self.end_work_tile(cta, acc_O, work_tiles, half, wwarp)
+            work_tiles += 1
+        return work_tiles, kst, pst, qst
 
     def first_turn(self, span):
         """First turn: one before the first item's; ``span[1]`` if there are no items.  Turn i has
@@ -260,17 +260,17 @@ class Mix16(ProductsOfV):
         return Int32(cutlass.select_(span[0] < span[1], span[0] - 1, span[1]))
 
     @cute.jit
-    def item_of(self, work, turn, span):
+    def work_tile_of(self, work, turn, span):
         """(item, its sequence, first and last tile) of a turn; no tiles of the one before all."""
         i = cutlass.max(turn, span[0])
-        batch, first, last, _ = self.parts.work.item_at(work, i)
+        batch, first, last, _ = self.parts.work.work_tile_at(work, i)
         return i, batch, first, Int32(cutlass.select_(turn < span[0], first, last))
 
     @cute.jit
-    def end_item(self, cta, acc_O, items, half, wwarp):
-        """Rows of the ``items``-th item to memory, when their sums are there."""
-        INV_RING.wait_full(cta.st, 0, items & 1)
-        split, rows = noted(cta.st, items, wwarp, self.rows_cta)
+    def end_work_tile(self, cta, acc_O, work_tiles, half, wwarp):
+        """Rows of the ``work_tiles``-th item to memory, when their sums are there."""
+        INV_RING.wait_full(cta.st, 0, work_tiles & 1)
+        split, rows = noted(cta.st, work_tiles, wwarp, self.rows_cta)
         self.write_rows(cta.st, cta.gmem.results, acc_O, split, rows, half, INV_RING)
         self.parts.stamps.put(cta.gmem.results, Stamp.ROWS_WRITTEN + half)
 
@@ -289,17 +289,17 @@ class Mix16(ProductsOfV):
         return kst, pst
 
     @cute.jit
-    def convert(self, cta, qst, at, without_tiles, items, half, wwarp):
+    def convert(self, cta, qst, at, without_tiles, work_tiles, half, wwarp):
         """The Q of a turn's next item, if there is one, to f16, eight rows a warp, while softmax is
         at the sums of this one; softmax hears of it.
 
         Args:
             at: turn, and the span of items.
-            without_tiles: whether this item, the ``items``-th, has none.
+            without_tiles: whether this item, the ``work_tiles``-th, has none.
         """
         turn, span = at
         if (turn >= span[0]) & without_tiles:  # no P has told that softmax has heard of its Q
-            INV_RING.wait_full(cta.st, 0, items & 1)
+            INV_RING.wait_full(cta.st, 0, work_tiles & 1)
         if turn + 1 < span[1]:
             cta.q_pipe.consumer_wait(qst)
             group, groups = half * SOFTMAX_WARPS + wwarp, const_expr(self.rows_cta // 8)

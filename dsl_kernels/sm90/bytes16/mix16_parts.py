@@ -199,7 +199,7 @@ class BytesQueries(QTiles):
             self._copy_blocks(planes, rows, stage.index, bar, False)
 
         def ahead(i):
-            batch, *_ = self.work.item_at(work, i)
+            batch, *_ = self.work.work_tile_at(work, i)
             rows = self.work.rows_at(work, call, i, batch, self.rows)
             for plane, loaded, tiles in self._planes(st, source, layouts):
                 moved = cute.domain_offset((rows.first, 0), loaded.coords)

@@ -35,10 +35,10 @@ from ...formats.stamp import Stamp
 from ..block_softmax import store_words_of_p
 from ..fp8.softmax_role import P_RING, P_STAGES, flags_of
 from ..fragments import TokensOnM, pad_layout
-from ..item_notes import note, noted
 from ..online_softmax import HEADROOM
 from ..roles import FEW_ROWS, SOFTMAX_WARPS, WARPGROUP, Barrier
 from ..wgmma import issue, tiled_mma
+from ..work_tile_notes import note, noted
 from .mix16_m_ref import RowReferences
 from .mix16_parts import CONVERTED, CONVERTED_THREADS, Parts, times, unpack
 
@@ -95,22 +95,22 @@ class MixSoftmax(RowReferences):
         consumer = pipeline.PipelineUserType.Consumer
         qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
         kst = pipeline.make_pipeline_state(consumer, self.parts.stages)
-        blocks, items = Int32(0), Int32(0)  # behind us
-        span = self.parts.work.items_of(gmem.work, cta.part)
+        blocks, work_tiles = Int32(0), Int32(0)  # behind us
+        span = self.parts.work.work_tiles_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.work_tile_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
-            note(cta.st, items, wwarp, split, rows)
-            facts = self.begin_item(cta, qst, batch, rows, l_run, wwarp)
+            note(cta.st, work_tiles, wwarp, split, rows)
+            facts = self.begin_work_tile(cta, qst, batch, rows, l_run, wwarp)
             kst, blocks = self.tiles(cta, tools, (first, last), (qst, kst, blocks), l_run, facts)
             self.end_queries(cta, qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            split, rows = noted(cta.st, items, wwarp, self.rows_cta)
-            self.finish_rows(cta, (items & 1) ^ 1, l_run, split, rows)
-            items += 1
+            split, rows = noted(cta.st, work_tiles, wwarp, self.rows_cta)
+            self.finish_rows(cta, (work_tiles & 1) ^ 1, l_run, split, rows)
+            work_tiles += 1
 
-    def begin_item(self, cta, qst, batch, rows, l_run, wwarp):
+    def begin_work_tile(self, cta, qst, batch, rows, l_run, wwarp):
         """References (``m_ref``) and sums of the item's rows, and Q, which P.V's warps convert; all
         warps of the role have met then.  Returns what ``block`` must know of the item."""
         self.begin_m_refs(cta.st)

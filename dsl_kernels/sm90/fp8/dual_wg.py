@@ -171,7 +171,7 @@ class DualWg:
         One loop for both: two of them are 39 KB of instructions, more than a scheduler's cache.
         """
         st, layouts, q_pipe, k_pipe, gmem, call, part = cta
-        span = self.parts.work.items_of(gmem.work, part)
+        span = self.parts.work.work_tiles_of(gmem.work, part)
         frags = self.fragments(me, st, layouts)
         shape_o = self.pv_mma().partition_shape_C((64, 64))
         acc_O = [cute.make_rmem_tensor(shape_o, Float32) for _ in range(4)]
@@ -182,7 +182,7 @@ class DualWg:
         )
         qst, ka, pst = consumer(1), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.work_tile_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, call, i, batch, ROWS)
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = row_facts(
@@ -211,7 +211,7 @@ class DualWg:
             rows = self.parts.work.witnessed_rows_at(
                 gmem.work, call, i, batch, ROWS
             )  # again: registers
-            self.finish_item(me, st, acc_O, m_ref, l_run, gmem.results, call, split, rows)
+            self.finish_work_tile(me, st, acc_O, m_ref, l_run, gmem.results, call, split, rows)
 
     def vt_view(self, st):
         l_vt = self.vt_layout()
@@ -322,9 +322,9 @@ class DualWg:
         """K tile (64 tokens x 512) -> V^T (512 x 64 tokens), 128 channels (8 KiB) at a time.
 
         Of 16 channels 4 q + 2 j + e becomes row 8 j + 2 q + e: what a thread of a quad then has in
-        its accumulators are four neighbours (``finish_item``).  Even and odd channels trade places
-        where j is 1, so that the eight rows of one stmatrix matrix, all four q and both j, fall
-        into eight different bank groups.
+        its accumulators are four neighbours (``finish_work_tile``).  Even and odd channels trade
+        places where j is 1, so that the eight rows of one stmatrix matrix, all four q and both j,
+        fall into eight different bank groups.
         """
         base = st.kc.data_ptr() + cute.assume(stage * (TILE * D), divby=1024)
         offset = transpose.lane_offset(wwarp, lane)
@@ -414,7 +414,7 @@ class DualWg:
         warpgroup.commit_group()
 
     @cute.jit
-    def finish_item(self, me, st, acc_O, m_ref, l_run, results, call, split, rows):
+    def finish_work_tile(self, me, st, acc_O, m_ref, l_run, results, call, split, rows):
         """BlockReduceSum of l over both warpgroups, normalise, write rows and LSE."""
         tidx, _, _ = cute.arch.thread_idx()
         quad, local = tidx % 4, self.thread_row()

@@ -5,7 +5,7 @@
 
 Hand-over of a block, in one of ``P_STAGES`` buffers: P8 (each term of P, p_terms.py), factors beta
 and gamma of its rows, and a byte a warp that says whether an m_ref moved.  Hand-over of an item:
-1 / row sums, and where its rows go (item_notes.py; few rows have registers for that).
+1 / row sums, and where its rows go (work_tile_notes.py; few rows have registers for that).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ...combine.online_softmax import NEVER
 from ...entry.entries import row_facts
 from ...formats.stamp import Stamp
 from ..fragments import padded_size
-from ..item_notes import note, note_fields, noted
 from ..roles import INV_RING, PV_WARPS, SOFTMAX_WARPS, WARPGROUP, Cta
 from ..wgmma import u16_view
+from ..work_tile_notes import note, note_fields, noted
 from .fp8_parts import Parts
 
 if TYPE_CHECKING:
@@ -84,17 +84,17 @@ class SoftmaxRole:
         consumer = pipeline.PipelineUserType.Consumer
         qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
         kst = pipeline.make_pipeline_state(consumer, self.parts.stages)
-        blocks, items = Int32(0), Int32(0)  # behind us
-        span = self.parts.work.items_of(gmem.work, cta.part)
+        blocks, work_tiles = Int32(0), Int32(0)  # behind us
+        span = self.parts.work.work_tiles_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.work_tile_at(gmem.work, i)
             rows = self.parts.work.witnessed_rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             for x in cutlass.range_constexpr(n_rows):
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, cta.call, batch, rows, row_of[x]
                 )
             if const_expr(not self.parts.swap_ab):
-                note(cta.st, items, wwarp, split, rows)
+                note(cta.st, work_tiles, wwarp, split, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             ragged_from = cute.arch.make_warp_uniform(
@@ -109,9 +109,9 @@ class SoftmaxRole:
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
             if const_expr(not self.parts.swap_ab):  # across the tiles they would take registers
-                split, rows = noted(cta.st, items, wwarp, self.rows_cta)
-            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, split, rows)
-            items += 1
+                split, rows = noted(cta.st, work_tiles, wwarp, self.rows_cta)
+            self.finish_rows(cta, (work_tiles & 1) ^ 1, m_ref, l_run, split, rows)
+            work_tiles += 1
 
     def wait_q(self, cta, qst) -> None:
         """Wait until the item's row tile of Q is there."""

@@ -59,11 +59,11 @@ from ...formats.stamp import Stamp
 from .. import transpose
 from ..decode import Decode, infeasible
 from ..fragments import pad_layout, padded_size
-from ..item_notes import noted
 from ..p_terms import order, stage_of
 from ..qk import QK_GROUPS
 from ..roles import INV_RING, K_READERS, Q_READERS, SWAP_AB_ROWS, WARPGROUP, Barrier, Cta, Layouts
 from ..wgmma import issue, tiled_mma
+from ..work_tile_notes import noted
 from .fp8_parts import SMALL_BYTES, STAGE_BYTES, GatheredParts, Parts
 from .rows_on_m import RowsOnMSoftmax
 from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
@@ -191,7 +191,7 @@ class Etap:
     def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
         st, layouts, _, k_pipe, gmem, call, part = cta
-        span = self.parts.work.items_of(gmem.work, part)
+        span = self.parts.work.work_tiles_of(gmem.work, part)
         mma_o = self.pv_mma()
         acc_O = [cute.make_rmem_tensor((self.rows_cta // 2,), Float32) for _ in range(4)]
         tmp = cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.pv_rows)), Float32)
@@ -204,10 +204,10 @@ class Etap:
         ]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
-        items = Int32(0)  # behind us
+        work_tiles = Int32(0)  # behind us
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, split = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, split = self.parts.work.work_tile_at(gmem.work, i)
             rows = self.parts.work.rows_at(gmem.work, call, i, batch, self.rows_cta)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
@@ -229,12 +229,12 @@ class Etap:
                 kst.advance()
                 pst.advance()
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
-            INV_RING.wait_full(st, 0, items & 1)
+            INV_RING.wait_full(st, 0, work_tiles & 1)
             if const_expr(not self.parts.swap_ab):  # across the tiles they would take registers
-                split, rows = noted(st, items, wwarp, self.rows_cta)
+                split, rows = noted(st, work_tiles, wwarp, self.rows_cta)
             self.write_rows(st, gmem.results, acc_O, split, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
-            items += 1
+            work_tiles += 1
 
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, tmp, rP, half, kst, pst, offset):

@@ -17,32 +17,35 @@ from ..blocks.smem import array
 from ..load.work_list import Rows
 
 SOFTMAX_WARPS = 4
-ITEMS, WORDS = 2, 4  # split, first row, end of the sequence's rows, whether it stands: read at once
+WORK_TILES, WORDS = (
+    2,
+    4,
+)  # split, first row, end of the sequence's rows, whether it stands: read at once
 
 
 def note_fields() -> dict:
     """Storage of the notes."""
-    return dict(notes=array(Int32, ITEMS * SOFTMAX_WARPS * WORDS, 16))
+    return dict(notes=array(Int32, WORK_TILES * SOFTMAX_WARPS * WORDS, 16))
 
 
-def _of(st, item, wwarp):
-    notes = st.notes.get_tensor(cute.make_layout((WORDS, SOFTMAX_WARPS, ITEMS)))
-    return notes[None, wwarp, item % ITEMS]
+def _of(st, work_tile, wwarp):
+    notes = st.notes.get_tensor(cute.make_layout((WORDS, SOFTMAX_WARPS, WORK_TILES)))
+    return notes[None, wwarp, work_tile % WORK_TILES]
 
 
 @cute.jit
-def note(st, item, wwarp, split, rows):
-    """Note split and rows of the ``item``-th item; softmax warp ``wwarp`` calls this as the item
-    begins."""
-    mine = _of(st, item, wwarp)
+def note(st, work_tile, wwarp, split, rows):
+    """Note split and rows of the ``work_tile``-th item; softmax warp ``wwarp`` calls this as the
+    item begins."""
+    mine = _of(st, work_tile, wwarp)
     if cute.arch.lane_idx() == 0:
         mine[0], mine[1], mine[2], mine[3] = split, rows.first, rows.end, rows.stands
     cute.arch.sync_warp()
 
 
 @cute.jit
-def noted(st, item, wwarp, rows_cta: cutlass.Constexpr):
-    """(split, ``Rows``) of the ``item``-th item; ``hidden_from`` is not among them."""
-    mine = _of(st, item, wwarp)
+def noted(st, work_tile, wwarp, rows_cta: cutlass.Constexpr):
+    """(split, ``Rows``) of the ``work_tile``-th item; ``hidden_from`` is not among them."""
+    mine = _of(st, work_tile, wwarp)
     of_split = cute.arch.block_idx()[0] * rows_cta
     return mine[0], Rows(mine[1], mine[2], of_split, None, mine[3])
