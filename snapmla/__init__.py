@@ -74,3 +74,6 @@ if _env.PROFILE_NAMES.enabled():
     _profiler.name_calls(_flash_mla, _flash_mla.__all__)
     _profiler.name_calls(_flash_mla_fp8, _flash_mla_fp8.__all__)
     _profiler.name_calls(DecodePlan, ["update_"], "snapmla::plan.")
+
+# Public paths, as attributes; behind the names that a profiler sees.
+from snapmla import dsa, flash_mla, layouts, mha  # noqa: F401

@@ -69,8 +69,7 @@ class QuantizedQuery(launch.OverTensors):
                 object.__setattr__(self, "plain", False)
         object.__setattr__(self, "nope_u8", self.nope.view(torch.uint8))
         object.__setattr__(self, "row_scale", per_row(self.scale, self.nope.shape[:-1]))
-        query = (self.nope_u8, self.rope, self.row_scale)
-        object.__setattr__(self, "arguments", as_batch(*query))
+        object.__setattr__(self, "arguments", as_batch(self.nope_u8, self.rope, self.row_scale))
 
     if not TYPE_CHECKING:
 

@@ -308,7 +308,7 @@ def make_plan(
 
     Args:
         made: class of the plan.
-        workspace: gives one as ``decode_plan.new_workspace`` does.
+        workspace: gives one as ``workspace.new_workspace`` does.
         cache_seqlens, cu_seqlens_q, row_seqlens: as in ``plan_decode``.
     """
     checks.lengths(cache_seqlens, "b")

@@ -185,7 +185,7 @@ class DecodeOp:
 
 @dataclass(frozen=True)
 class Problem:
-    """A decode call, as the host knows it (``contest.Problem``).
+    """A decode call, as the host knows it (``verdicts.Problem``).
 
     Attributes:
         op: over which cache.

@@ -160,7 +160,7 @@ def test_a_bundle_tells_of_its_own_variants(
         and "merge" in out
         and "compared with their checksums: 2, wrong: 0\n" in out
     )
-    monkeypatch.setattr(server, "__file__", str(tmp_path / "own" / "bundle.py"))
+    monkeypatch.setattr(env, "PACKAGE", tmp_path / "own")
     assert server.main() == 0
     out = capsys.readouterr().out
     assert (

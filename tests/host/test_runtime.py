@@ -127,7 +127,7 @@ def test_cache_belongs_to_one_version(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("SNAPMLA_VARIANT_DIR", raising=False)
     monkeypatch.setattr(env, "is_checkout", lambda: False)
-    packed = Path(env.__file__).parent / "variants"
+    packed = env.PACKAGE / "variants"
     cache = tmp_path / "snapmla" / env.__version__ / "variants"
     assert env.variant_dirs() == [packed, cache]  # a bundle's own come first
     assert env.compile_dir() == cache
@@ -281,7 +281,7 @@ def test_no_home_directory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert env.variant_dirs() == [Path(env.__file__).parent / "variants"]
+    assert env.variant_dirs() == [env.PACKAGE / "variants"]
     with pytest.raises(VariantError, match="no home directory: set SNAPMLA_VARIANT_DIR"):
         variants.compile_variant(SPEC)
     with pytest.raises(RuntimeError, match="no home directory: set SNAPMLA_VARIANT_DIR"):

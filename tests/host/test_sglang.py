@@ -342,7 +342,7 @@ def test_a_step_is_compared_with_its_own_offsets(
         seen.append(named)
         return torch.zeros(*given[0].nope.shape), None
 
-    monkeypatch.setattr(snapmla.dense.decode, "decode", decode)
+    monkeypatch.setattr(snapmla.api, "decode", decode)
     layer = types.SimpleNamespace(
         layer_id=1, tp_q_head_num=4, scaling=0.1, v_head_dim=512, logit_cap=0.0,
         sliding_window_size=-1, is_cross_attention=False,
