@@ -2,14 +2,15 @@
 
 A plan of ours fits its call by construction.  A pair of FlashMLA's form is the caller's memory
 (``snapmla.compat.metadata_pair``): it may have been made for another batch or for other lengths, be
-another pair's half, or be cut off.  Decode then computes what the items say, each for the query
-rows of its own sequence (``work_list.rows_at``), and a sequence is *covered* if that is all of it:
+another pair's half, or be cut off.  Decode then computes what the work tiles say, each for the
+query rows of its own sequence (``work_list.rows_at``), and a sequence is *covered* if that is all
+of it:
 
-* its items stand together, the first begins at tile 0, each begins where the one before it ends,
-  and the last ends behind the sequence's tokens;
-* it is one item without a split, or as many as it has splits, one behind the other;
-* no item of another sequence names its splits;
-* every item that is listed belongs to one part, and splits are dealt in ascending order.
+* its work tiles stand together, the first begins at tile 0, each begins where the one before it
+  ends, and the last ends behind the sequence's tokens;
+* it is one work tile without a split, or as many as it has splits, one behind the other;
+* no work tile of another sequence names its splits;
+* every work tile that is listed belongs to one part, and splits are dealt in ascending order.
 
 Of a sequence that is not, ``out`` and ``lse`` become NaN: never another's, nor what the memory
 held.
@@ -19,7 +20,7 @@ Roles        every CTA of merge that has strips to merge, or would write NaN: fo
              threads read the list.
 Memory       counts of the warps in shared memory.
 Timeline     in front of merge's wait: under the end of decode, since only tables are read.
-Bytes read   32 an item, 4 a part and 4 a sequence, in each such CTA; from L2.
+Bytes read   32 a work tile, 4 a part and 4 a sequence, in each such CTA; from L2.
 
 The rule in Python is ``snapmla.compat.metadata_pair.covered``.
 """
@@ -120,7 +121,7 @@ def _descents_behind(
 
 
 def _work_tile(listed: Listed, i: Any) -> list[Any]:
-    """Sequence, first tile, end tile, split of an item."""
+    """Sequence, first tile, end tile, split of a work tile."""
     words = compat.load_words(listed.work_items.iterator + i * ITEM_WORDS, 4)
     return [Int32(word) for word in words]
 

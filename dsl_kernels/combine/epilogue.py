@@ -48,12 +48,12 @@ def finish_row(
     ``lse_accum``.
 
     Args:
-        rows: the CTA's rows of the item (``work_list.Rows``).
+        rows: the CTA's rows of the work tile (``work_list.Rows``).
         log2_in: ``log2_in(row_sum, m_ref)``, log2 of row_sum 2^m_ref; None: the sum of the m_ref
             and of the fast logarithm.
 
     Returns the factor of the row's values: 1/row_sum, times ``of_sink`` if the row is final and has
-    a sink; 0 if the row saw no token.  LSE and factor are NaN if the item does not stand
+    a sink; 0 if the row saw no token.  LSE and factor are NaN if the work tile does not stand
     (``rows.stands`` is 0): its query tokens may be another request's by now.
     """
     empty, kept = row_sum == 0.0, Float32(1.0)
@@ -122,7 +122,7 @@ class Woven(NamedTuple):
     """Four lanes that hold neighbouring pairs of channels, and swap them to store 16 bytes each.
 
     A warp's store of pairs touches as many lines as it has rows and carries 16 bytes for each; so
-    many stores are what the end of an item would take its time for.
+    many stores are what the end of a work tile would take its time for.
 
     Attributes:
         bits: of their lane numbers, in which they differ.

@@ -72,7 +72,7 @@ class Family:
             has them.
         token_tile: (arch, values) -> tokens of a KV tile, the unit of its work list; None of an op
             that walks no work list.
-        item_overhead: what an item of its work list costs beside its tiles, in tiles.
+        item_overhead: what a work tile of its work list costs beside its tiles, in tiles.
         everyday: values of the variants that everyday tests run; None: few that show each value of
             each axis (``codegen.matrix.sample``).
         rarely: values of variants that everyday tests leave to ``make prove``, where that is None.

@@ -16,7 +16,7 @@ CACHE_TOPS = (448.0, 320.0, 384.0, 256.0, 416.0, 288.0, 352.0, 240.0)
 EXPONENT_CHANNELS = 16  # channels of a split's partial row that share an exponent byte
 # fp16 elements of such a row: channels, and two exponents an element (combine/partials.py)
 PARTIAL_ROW = KV_LORA_RANK + KV_LORA_RANK // EXPONENT_CHANNELS // 2  # 528
-ITEM_WORDS = 8  # of a work item (load/work_list.py, schedule/plan_decode.py)
+ITEM_WORDS = 8  # of a work tile (load/work_list.py, schedule/plan_decode.py)
 TOKEN_TILE = 64  # tokens of a KV tile of the SM90 pipelines, which share one softmax step
 # ``may_split`` of a decode variant's function: no merge behind decode; a merge; a merge that first
 # asks whether tables from outside cover each sequence (combine/coverage.py)

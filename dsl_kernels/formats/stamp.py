@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Stamp(IntEnum):
-    """Word of a CTA's record; an event of every item leaves the last item's time."""
+    """Word of a CTA's record; an event of every work tile leaves the last work tile's time."""
 
     ENTRY = 0  # first instructions of the kernel
     WAITED = 1  # behind the PDL wait: the kernels before are done

@@ -68,8 +68,8 @@ class TokenLists(WorkList):
 
     @cute.jit
     def rows_at(self, work, call, i, batch, rows_cta: cutlass.Constexpr):
-        """``Rows`` of item ``i``: of the token whose first row the item names, or, where each
-        sequence has one, of that."""
+        """``Rows`` of work tile ``i``: of the token whose first row the work tile names, or, where
+        each sequence has one, of that."""
         words = compat.load_words(work.work_items.iterator + (i * ITEM_WORDS + 4), 4)
         of_split = cute.arch.block_idx()[0] * rows_cta
         first, hidden_from = Int32(words[0]), Int32(words[2])
@@ -84,7 +84,7 @@ class TokenLists(WorkList):
 
     @cute.jit
     def row_of_table(self, work, call, i, batch):
-        """(this item's row of the table, how many of its entries count)."""
+        """(this work tile's row of the table, how many of its entries count)."""
         rows = self.rows_at(work, call, i, batch, 0)
         token, _ = divmod(compat.at_most(rows.first, call.rows - 1), call.by_heads)
         b, s = self.place_of(work, token, batch)
@@ -94,8 +94,8 @@ class TokenLists(WorkList):
         return work.block_table[b, s, None], count
 
     def place_of(self, work, token, batch):
-        """(b, s) of a query token of sequence ``batch`` in the table, inside it whatever the item
-        says: without the division, which is in front of an item's first load."""
+        """(b, s) of a query token of sequence ``batch`` in the table, inside it whatever the work
+        tile says: without the division, which is in front of a work tile's first load."""
         b_q, s_q, _ = work.block_table.shape
         b = Int32(cutlass.select_(Int32(b_q) > 1, batch, Int32(0)))  # ragged ones are one row
         return b, compat.at_most(token - b * s_q, s_q - 1)
@@ -258,10 +258,10 @@ class GatherRows:
     def _fill(self, feed: Feed, groups, tile_of_q):
         """Rows ``groups`` (first, end) of 8 of each tile; by the warp of Q that, too.
 
-        Q's tile of an item is asked for at once where Q has two stages; else when the ring is full
-        of the item's tiles: the item before frees Q's stage, and must have been fed.  Without
-        stages of its own Q is the item's first stage of the ring, where the other warps copy
-        nothing.
+        Q's tile of a work tile is asked for at once where Q has two stages; else when the ring is
+        full of the work tile's tiles: the work tile before frees Q's stage, and must have been fed.
+        Without stages of its own Q is the work tile's first stage of the ring, where the other
+        warps copy nothing.
         """
         st, _, k_pipe, cache, work, call, part, mark = feed
         lane = cute.arch.lane_idx()

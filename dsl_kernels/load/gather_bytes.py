@@ -5,10 +5,10 @@ scales, and a scale of 0 is a scale: that a place holds no token is known from t
 the announcer reads the entries, too, and what it makes of a tile's scales is there when the tile's
 full barrier flips.
 
-It is the announcer that has Q's tiles copied, too: of an item before its tiles, as soon as the item
-before has freed Q's stage; and before it goes on to the next item it asks for that one's Q, to L2.
-When a stage of Q becomes free, a gather warp is at tiles of the next item, with a stage to wait
-for.
+It is the announcer that has Q's tiles copied, too: of a work tile before its tiles, as soon as the
+work tile before has freed Q's stage; and before it goes on to the next work tile it asks for that
+one's Q, to L2. When a stage of Q becomes free, a gather warp is at tiles of the next work tile,
+with a stage to wait for.
 
 With ``halves`` warp 0 copies the first half of a tile's rows.  Readers free it apart, as soon as
 they have it in registers, so that the next rows are asked for while they are at the other half:
@@ -19,8 +19,8 @@ they have it in registers, so that the next rows are asked for while they are at
 Shared memory: as gather.py's, and the barriers of ``first_half``; field ``ks`` has 16 bytes a
 token.
 
-Timeline of an item in the announcer: Q is asked for | tiles | the next item's Q, to L2.  Of a tile:
-the entries of the next tile are asked for, two a lane | wait
+Timeline of a work tile in the announcer: Q is asked for | tiles | the next work tile's Q, to L2.
+Of a tile: the entries of the next tile are asked for, two a lane | wait
 until this one has landed | proxy fence | ``on_full`` | full
 """
 
@@ -65,7 +65,7 @@ class GatherBytes(GatherRows):
 
     Its ``on_full`` is ``on_full(stage, named, top)``, by all lanes of the announcer: lane l has
     tokens 2 l and 2 l + 1, ``named`` says which of them are there, ``top`` is what the call for the
-    item's tile before returned, 0 for the first.  Returned is the next ``top``.
+    work tile's tile before returned, 0 for the first.  Returned is the next ``top``.
 
     Attributes:
         format: which says where a token's fields are.
@@ -136,8 +136,8 @@ class GatherBytes(GatherRows):
 
     @cute.jit
     def run(self, warp, feed, tile_of_q, on_full):
-        """The role of one of the four warps (``Loader.run``); ``tile_of_q.ahead(i)`` asks for item
-        ``i``'s Q, to L2."""
+        """The role of one of the four warps (``Loader.run``); ``tile_of_q.ahead(i)`` asks for work
+        tile ``i``'s Q, to L2."""
         if warp == ANNOUNCER:
             self._announce(feed, on_full, tile_of_q, tile_of_q.ahead)
         else:
@@ -150,8 +150,8 @@ class GatherBytes(GatherRows):
 
     @cute.jit
     def _announce(self, feed: Feed, on_full, tile_of_q, ahead):
-        """An item's Q, whose stage the item before frees; then each tile when it has landed:
-        ``on_full``, then to its readers behind a proxy fence."""
+        """A work tile's Q, whose stage the work tile before frees; then each tile when it has
+        landed: ``on_full``, then to its readers behind a proxy fence."""
         lane, tokens = cute.arch.lane_idx(), feed.cache.source
         feed = feed._replace(mark=None)  # no function goes through the loops
         span = self.work.work_tiles_of(feed.work, feed.part)

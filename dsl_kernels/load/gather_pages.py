@@ -61,7 +61,7 @@ class AnyPages(WorkList):
         return work.block_table.shape[1] * work.by_page.divisor
 
     def row_of_table(self, work, call, i, batch):
-        """``Pages`` of item ``i``, of sequence ``batch``, twice."""
+        """``Pages`` of work tile ``i``, of sequence ``batch``, twice."""
         row = work.block_table[batch, None]
         pages = Pages(row, self.seqlen_of(work, batch), work.by_page)
         return pages, pages

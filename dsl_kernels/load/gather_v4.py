@@ -82,7 +82,7 @@ class TwoLists(TokenLists):
 
     @cute.jit
     def row_of_table(self, work, call, i, batch):
-        """``Lists`` of this item, twice."""
+        """``Lists`` of this work tile, twice."""
         rows = self.rows_at(work, call, i, batch, 0)
         token, _ = divmod(compat.at_most(rows.first, call.rows - 1), call.by_heads)
         b, s = self.place_of(work, token, batch)

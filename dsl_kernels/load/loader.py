@@ -11,11 +11,11 @@ scale 0 for instance, whose logit is -inf: readers do not ask what a place holds
 sequence's end on may be anything; readers know where it is, mask their logits and clear their V.
 
 Who is who.  The loader owns the producer warpgroup, of which it takes the first ``warps`` warps.
-Q is not its own: it calls ``tile_of_q`` (q_tiles.py) once for each item, in their order, by all
-lanes of one warp of its choice.  That waits for a free stage of Q: a warp that also fills the KV
-ring had better fill it with the item's tiles first, where Q has one stage.  ``on_full`` is what one
-of its warps does about every stage that is full, before it looks at the next one; this may be the
-warp that announces the stage.
+Q is not its own: it calls ``tile_of_q`` (q_tiles.py) once for each work tile, in their order, by
+all lanes of one warp of its choice.  That waits for a free stage of Q: a warp that also fills the
+KV ring had better fill it with the work tile's tiles first, where Q has one stage.  ``on_full`` is
+what one of its warps does about every stage that is full, before it looks at the next one; this may
+be the warp that announces the stage.
 
 Room that a loader has beside the FP8 pipelines on SM90:
 
@@ -73,7 +73,7 @@ class Feed(NamedTuple):
         layouts: of the ring's tiles, plane by plane.
         k_pipe: what ``Loader.pipe`` returned.
         cache: where tokens come from.
-        work, call, part: the work list, scalars, and whose items are loaded.
+        work, call, part: the work list, scalars, and whose work tiles are loaded.
         mark: ``mark(is_first)`` is run behind each tile's copies; None without.
     """
 
@@ -120,12 +120,12 @@ class Loader(Protocol):
         fence and barrier publish every mbarrier initialised so far."""
 
     def run(self, warp: Any, feed: Feed, tile_of_q: Any, on_full: Any) -> None:
-        """The role of one warp, from the part's first item to its last; then, when its last tile
-        has been asked for, the next kernel may be launched.
+        """The role of one warp, from the part's first work tile to its last; then, when its last
+        tile has been asked for, the next kernel may be launched.
 
-        ``tile_of_q(i, batch, stage)`` brings the row tile of item ``i``, of sequence ``batch``, to
-        ``stage`` (a producer's state of the ring that Q passes through): waits until it is free and
-        issues the copies, whose bytes complete the stage's barrier.  None without Q.
+        ``tile_of_q(i, batch, stage)`` brings the row tile of work tile ``i``, of sequence
+        ``batch``, to ``stage`` (a producer's state of the ring that Q passes through): waits until
+        it is free and issues the copies, whose bytes complete the stage's barrier.  None without Q.
         ``on_full(stage)``: see above; None without.
         """
 

@@ -280,7 +280,7 @@ class PagedTma:
 
     @cute.jit
     def _fill_q(self, feed: Feed, tile_of_q):
-        """This CTA's row tile of each item, into Q's own ring."""
+        """This CTA's row tile of each work tile, into Q's own ring."""
         span = self.work.work_tiles_of(feed.work, feed.part)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):

@@ -1,4 +1,4 @@
-"""An item's row tile of Q, by TMA: descriptors, its ring, and the copies a loader issues.
+"""A work tile's row tile of Q, by TMA: descriptors, its ring, and the copies a loader issues.
 
 Queries have the planes of the cache, (b, s_q, h, width) each, and a Q tile is any run of rows of
 theirs (work_list.Rows).
@@ -6,8 +6,8 @@ theirs (work_list.Rows).
     q_pipe   who calls ``tile_of_q``  -> who reads Q    (full: TMA bytes, empty: warps)
 
 A Q tile has the planes of a KV tile and may be as large, so it can also pass through the KV ring
-(no Q stages: ``stages`` 0): an item is then one Q tile and its KV tiles, and whoever reads the ring
-sees the Q tile first.
+(no Q stages: ``stages`` 0): a work tile is then one Q tile and its KV tiles, and whoever reads the
+ring sees the Q tile first.
 
 Shared memory: a field ``q<plane>`` for each plane and ``q_bar``; without Q stages none.
 """
@@ -117,7 +117,7 @@ class QTiles:
         return list(zip(self.format.planes, source, tiles, strict=True))
 
     def _copy(self, planes, rows, stage, bar):
-        """Copy this CTA's row tile of an item into a stage.  Rows past the sequence's end may be
+        """Copy this CTA's row tile of a work tile into a stage.  Rows past the sequence's end may be
         another sequence's: no results are stored for them.  Rows past the last query are 0."""
         for plane, loaded, tiles in planes:
             moved = cute.domain_offset((rows.first, 0), loaded.coords)

@@ -1,9 +1,9 @@
-"""NaN in rows that a call's ``cu_seqlens_q`` names and that no item of the work list has.
+"""NaN in rows that a call's ``cu_seqlens_q`` names and that no work tile of the work list has.
 
 A work list writes the rows that its plan knows.  If a call says by ``cu_seqlens_q`` that there are
 more, in front of the plan's first row or behind its last one, these would keep what the memory
 held.  One warp of each CTA writes them when its own role is done; where plan and call agree there
-are none, and it reads two offsets and two items.
+are none, and it reads two offsets and two work tiles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The work list of a decode kernel, whatever its arch, cache format or MMA.
 
-A *part* (one CTA, or one cluster) walks its items; an item is (sequence, first tile, end tile,
-split) and the *unit* of query rows that sees those tokens: a whole sequence's row blocks, or some
-of them.  Its result goes to ``out`` (split -1) or to a split of partial results.  Lengths and
+A *part* (one CTA, or one cluster) walks its work tiles; a work tile is (sequence, first tile, end
+tile, split) and the *unit* of query rows that sees those tokens: a whole sequence's row blocks, or
+some of them.  Its result goes to ``out`` (split -1) or to a split of partial results.  Lengths and
 tables live on the device and are clamped here.
 
 Query rows are numbered over all sequences, in the memory order of the queries: row
@@ -23,7 +23,7 @@ from ..blocks import compat
 from ..formats.dims import ITEM_WORDS
 
 LOG2E = math.log2(math.e)
-NOWHERE = 2**31 - 1  # split of an item whose results are not stored
+NOWHERE = 2**31 - 1  # split of a work tile whose results are not stored
 
 
 class Work(NamedTuple):
@@ -68,12 +68,12 @@ class Call(NamedTuple):
     by_heads: compat.FastDivisor  # a query row by it is (token, head)
     by_tokens: compat.FastDivisor  # a token by it is its place on the first two axes of ``out``
     rows: Int32  # of all queries
-    rows_each: Int32  # of every sequence, if each is one unit; 0: items say whose rows they take
+    rows_each: Int32  # of every sequence, if each is one unit; 0: work tiles say whose they take
     softmax_scale: Float32
     causal: Int32
     lse_factor: Float32
     empty_lse: Float32
-    witness: Any = 0  # Int32; not 0: items are compared with what the call says (``compared``)
+    witness: Any = 0  # Int32; not 0: work tiles are compared with what the call says (``compared``)
 
 
 def rows_of_each(units: cute.Tensor, rows: Any) -> Any:
@@ -83,14 +83,15 @@ def rows_of_each(units: cute.Tensor, rows: Any) -> Any:
 
 
 class Rows(NamedTuple):
-    """The query rows of an item that this CTA takes.
+    """The query rows of a work tile that this CTA takes.
 
     Attributes:
         first: the first one.
         end: behind the sequence's last one; rows from here on are another's.
         of_split: place of the first one in a split of partial results.
-        hidden_from: no row of the item sees less than this many tokens, if ``row_limits`` tell.
-        stands: 0 if the call's witness contradicts the item, whose results are then NaN.
+        hidden_from: no row of the work tile sees less than this many tokens, if ``row_limits``
+            tell.
+        stands: 0 if the call's witness contradicts the work tile, whose results are then NaN.
     """
 
     first: Any
@@ -114,19 +115,21 @@ class WorkList:
 
     @cute.jit
     def work_tiles_of(self, work, part):
-        """(first, end) of a part's items; inside the work list whatever ``part_begin`` holds."""
+        """(first, end) of a part's work tiles; inside the work list whatever ``part_begin``
+        holds."""
         work_tiles = work.work_items.shape[0]
         first, end = work.part_begin[part], work.part_begin[part + 1]
         return compat.at_most(first, work_tiles), compat.at_most(end, work_tiles)
 
     @cute.jit
     def work_tile_at(self, work, i):
-        """(sequence, first tile, end tile, split) of item ``i``, safe whatever the work list holds.
+        """(sequence, first tile, end tile, split) of work tile ``i``, safe whatever the work list
+        holds.
 
-        Every role reads items here, and so they agree about tiles, which are those of the block
-        table: behind its end there are none.  An item of a sequence that is not there, or that
-        begins before the first tile, has none and goes nowhere; nor does one whose split does not
-        exist (``epilogue.write_rows``).
+        Every role reads work tiles here, and so they agree about tiles, which are those of the
+        block table: behind its end there are none.  A work tile of a sequence that is not there, or
+        that begins before the first tile, has none and goes nowhere; nor does one whose split does
+        not exist (``epilogue.write_rows``).
         """
         words = compat.load_words(work.work_items.iterator + i * ITEM_WORDS, 4)
         batch, first, last, split = (Int32(word) for word in words)
@@ -146,10 +149,10 @@ class WorkList:
 
     @cute.jit
     def rows_at(self, work, call, i, batch, rows_cta: cutlass.Constexpr):
-        """``Rows`` of item ``i`` of sequence ``batch`` for this CTA, which takes ``rows_cta``.
+        """``Rows`` of work tile ``i`` of sequence ``batch`` for this CTA, which takes ``rows_cta``.
 
-        Where a sequence is one unit its rows follow from the queries' shape, and what the item says
-        of them is not used: a work list that was made for another number of rows would name
+        Where a sequence is one unit its rows follow from the queries' shape, and what the work tile
+        says of them is not used: a work list that was made for another number of rows would name
         another sequence's.  Else ``end`` is a row of the queries whatever the work list holds, and
         ``first`` may be anything: compare it unsigned.
         """
@@ -163,10 +166,12 @@ class WorkList:
 
     @cute.jit
     def witnessed_rows_at(self, work, call, i, batch, rows_cta: cutlass.Constexpr):
-        """``rows_at``, and whether the item stands and what its rows see by the call's witness.
+        """``rows_at``, and whether the work tile stands and what its rows see by the call's
+        witness.
 
-        The role asks that masks tokens and finishes rows.  Others do not: to them items are what
-        the plan says, and each instruction in front of an item's first load would cost all calls.
+        The role asks that masks tokens and finishes rows.  Others do not: to them work tiles are
+        what the plan says, and each instruction in front of a work tile's first load would cost all
+        calls.
         """
         rows = self.rows_at(work, call, i, batch, rows_cta)
         stands, hidden_from = Int32(1), rows.hidden_from
@@ -177,9 +182,9 @@ class WorkList:
 
     @cute.jit
     def compared(self, work, call, i, batch, rows, rows_cta: cutlass.Constexpr):
-        """(``Rows.stands``, ``Rows.hidden_from``) of an item, by what the call says itself.
+        """(``Rows.stands``, ``Rows.hidden_from``) of a work tile, by what the call says itself.
 
-        An item stands if its sequence's rows end where ``cu_seqlens_q`` has it and none lies in
+        A work tile stands if its sequence's rows end where ``cu_seqlens_q`` has it and none lies in
         front of them, and if its tiles hold every token that the CTA's rows see.
         """
         words = compat.load_words(work.work_items.iterator + (i * ITEM_WORDS + 4), 4)
@@ -195,7 +200,7 @@ class WorkList:
         last = cutlass.min(first + rows_cta, end) - 1
         seqlen = self.seqlen_of(work, batch)
         needed = seqlen
-        if last < first:  # none of the item's rows is this CTA's
+        if last < first:  # none of the work tile's rows is this CTA's
             needed = Int32(0)
         elif work.row_limits.shape[0] > 0:
             needed, lowest = Int32(0), Int32(NOWHERE)

@@ -4,8 +4,8 @@ What is cut is *units*: ``unit_rows`` query rows of one sequence, which see the 
 last that any of them sees.  Usually a unit is a whole sequence.
 
 Roles        one CTA, a thread a unit. Warp w tries part capacity T0 + w; all threads number and
-             write the items.
-Memory       dynamic shared, 72 KiB: for CHUNK units tile counts, running costs, first items,
+             write the work tiles.
+Memory       dynamic shared, 72 KiB: for CHUNK units tile counts, running costs, first work tiles,
              last parts, first splits, and for each warp's capacity where every unit begins.
              A batch of any size passes through in chunks.
 Timeline     wait for the previous grid
@@ -13,11 +13,11 @@ Timeline     wait for the previous grid
              | all: lengths to tiles, prefix sum of costs              -> lower bound T0; copies
              | warp w: greedy fill with T0 + w, a step a part boundary -> smallest T that fits
              | warp w: the same without cuts, of what is not much longer -> which takes less time
-             | all: prefix sums of items and splits
-             | all: a thread an item: find its unit, write it, part_begin, split_begin
+             | all: prefix sums of work tiles and splits
+             | all: a thread a work tile: find its unit, write it, part_begin, split_begin
              Each step is made for all chunks in turn, if there is more than one.
-Bytes moved  4 a sequence read; 32 an item + 4 a part + 4 a unit + 4 a sequence written; 8 a unit
-             where sequences have several; 8 a query token with limits of its own.
+Bytes moved  4 a sequence read; 32 a work tile + 4 a part + 4 a unit + 4 a sequence written; 8 a
+             unit where sequences have several; 8 a query token with limits of its own.
 
 The fill advances by part boundaries, not by units: with the running costs in the lanes of a warp,
 one ballot finds the first unit that does not fit, and that unit says by a division how many further
@@ -70,7 +70,7 @@ class Walk(NamedTuple):
     cost: Int32
     work_tile: Int32
     split: Int32
-    part: Int32  # of the last item so far, -1 before the first
+    part: Int32  # of the last work tile so far, -1 before the first
 
 
 @cute.jit
@@ -338,7 +338,7 @@ def _ceil_div(x: Int32, cap: Int32, magic: Uint32) -> Int32:
 
 @cute.jit
 def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
-    """Writes items, part_begin and split_begin of one chunk; where = (first unit, count,
+    """Writes work tiles, part_begin and split_begin of one chunk; where = (first unit, count,
     column of ``part`` and ``head``, capacity, share, stretches of a part)."""
     tidx, _, _ = cute.arch.thread_idx()
     first, count, row, capacity, share, _ = where
@@ -371,7 +371,7 @@ def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, wa
 
 @cute.jit
 def _balanced_work_tile(sm: Smem, at: Int32, q: Int32, row: Int32, cap: Int32) -> Any:
-    """(first tile, end tile, part) of item ``q`` of a unit."""
+    """(first tile, end tile, part) of work tile ``q`` of a unit."""
     head = sm.head[at, row]
     begin = cutlass.max(head + (q - 1) * cap, 0)
     if q == 0:
@@ -393,17 +393,17 @@ def _fixed_work_tile(sm: Smem, rule: Rule, at: Int32, q: Int32, share: Int32, pa
 def _emit_work_tile(
     sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, walk: Walk, i: Int32
 ) -> None:
-    """Item ``i`` of the chunk, and the entries of part_begin between its predecessor's part and
-    its own."""
+    """Work tile ``i`` of the chunk, and the entries of part_begin between its predecessor's part
+    and its own."""
     first, _, row, capacity, share, stretches = where
     parts = tables.part_begin.shape[0] - 1
-    at = Int32(0)  # the unit: the last one whose first item is i or earlier
+    at = Int32(0)  # the unit: the last one whose first work tile is i or earlier
     for bit in cutlass.range_constexpr(CHUNK.bit_length() - 1):
         probe = at + (CHUNK >> (bit + 1))
         if sm.work_tile[probe] <= i:
             at = probe
     q = i - sm.work_tile[at]
-    before = walk.part  # of the item before this one
+    before = walk.part  # of the work tile before this one
     if at > 0:
         before = sm.last[cutlass.max(at - 1, 0)]
     begin, end, part = Int32(0), Int32(0), Int32(0)

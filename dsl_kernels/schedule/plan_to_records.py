@@ -8,7 +8,7 @@ cumulative; one that is not split is one.  FlashMLA's meaning throughout (its bl
 Roles        one CTA, a thread a part, then a thread a request.
 Memory       shared: sums of warps.
 Timeline     wait for the previous grid | parts | requests: prefix sum of pieces
-Bytes moved  8 a part, 32 of its items, 4 a request read; 32 a part, 4 a request written.
+Bytes moved  8 a part, 32 of its work tiles, 4 a request read; 32 a part, 4 a request written.
 
 Its source is a plan of ``plan_decode`` in which a sequence is a unit; the rule in Python is
 ``snapmla.testing.reference_plan.records_of``.

@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     max_tokens: Int32
     overhead: Int32
     split_tiles: Int32  # 0: cut for balance
-    longest_item: Int32  # tiles of an item, about, where some unit has more; 0: any number
+    longest_item: Int32  # tiles of a work tile, about, where some unit has more; 0: any number
     max_stretches: Int32  # of a part, for that
     tile_ns: Int32  # time of a tile where memory does not bound it; 0: cuts cost nothing
     read_ns: Int32  # time of reading one
@@ -73,11 +73,11 @@ class Smem(NamedTuple):
 
     tiles: cute.Tensor
     cost: cute.Tensor  # running cost of the batch, this unit included
-    work_tile: cute.Tensor  # (CHUNK + 1): items of the chunk before this unit
+    work_tile: cute.Tensor  # (CHUNK + 1): work tiles of the chunk before this unit
     split: cute.Tensor  # splits before this unit
-    last: cute.Tensor  # part of its last item
-    part: cute.Tensor  # (CHUNK, WARPS): part of its first item, by capacity tried
-    head: cute.Tensor  # (CHUNK, WARPS): tiles of its first item
+    last: cute.Tensor  # part of its last work tile
+    part: cute.Tensor  # (CHUNK, WARPS): part of its first work tile, by capacity tried
+    head: cute.Tensor  # (CHUNK, WARPS): tiles of its first work tile
     sums: cute.Tensor  # (WARPS, 2): of warps, for prefix sums and votes
 
 
@@ -112,7 +112,7 @@ def number_units(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule) -> Int3
 
 @cute.jit
 def unit_at(lengths: Lengths, tables: Tables, rule: Rule, u: Int32) -> Unit:
-    """Unit ``u``, whose tile counts and items are the plan's."""
+    """Unit ``u``, whose tile counts and work tiles are the plan's."""
     heads = rule.by_heads.divisor
     batch, j = divmod(u, rule.by_units)
     first, tokens_end = batch * rule.tokens, (batch + 1) * rule.tokens
@@ -194,7 +194,7 @@ def largest_of(sm: Smem, here: Int32) -> Int32:
 
 @cute.jit
 def pieces_of(number: Int32, split_tiles: Int32) -> Int32:
-    """Items of a unit with fixed splits; an empty one is one item."""
+    """Work tiles of a unit with fixed splits; an empty one is one work tile."""
     return cutlass.max((number + (split_tiles - 1)) // split_tiles, 1)
 
 

@@ -5,24 +5,25 @@ requests' tiles under the current lengths, on which an empty request has one pla
 takes what lies between cut i and cut i + 1; the first cut is 0, the last the end, and a cut that
 lies before its predecessor is moved there.  Ends, splits and flags are not read, splits are
 numbered anew.  So stale, sliced, hand-made or random metadata give other balance and the same
-results: every tile of the current lengths is in exactly one item, there are at most requests +
-parts - 1 items and 2 * (parts - 1) splits, and those that FlashMLA made for these lengths give its
-own cuts.
+results: every tile of the current lengths is in exactly one work tile, there are at most requests +
+parts - 1 work tiles and 2 * (parts - 1) splits, and those that FlashMLA made for these lengths give
+its own cuts.
 
 With several KV heads every request is one for each of them, sequence request * heads + head, and
 so is every part: part * heads + head has what its row says of that head.
 
-Roles        one CTA, a thread a request, a cut, a part, an item, in turn.
-Memory       dynamic shared, 16 KiB: for each cut its position, its request, splits and items before
-             it; sums of warps.  ``tile_begin`` is scratch in global memory: a position a request.
+Roles        one CTA, a thread a request, a cut, a part, a work tile, in turn.
+Memory       dynamic shared, 16 KiB: for each cut its position, its request, splits and work tiles
+             before it; sums of warps.  ``tile_begin`` is scratch in global memory: a position a
+             request.
 Timeline     wait for the previous grid
              | requests: lengths to tiles, prefix sum      -> tile_begin
              | cuts: position, running maximum
              | cuts: request by binary search; prefix sum of the splits that they open
              | parts: requests met, prefix sum             -> part_begin
              | requests: splits before them, by binary search in the cuts -> split_begin
-             | items: part by binary search                -> work_items
-Bytes moved  8 a row of metadata, 4 a request read; 32 an item, 4 a part, 12 a request written.
+             | work tiles: part by binary search                -> work_items
+Bytes moved  8 a row of metadata, 4 a request read; 32 a work tile, 4 a part, 12 a request written.
 
 The rule in Python is ``snapmla.testing.reference_plan.records_reference``, whose output this kernel
 equals entry for entry.
@@ -45,7 +46,7 @@ from ..formats.sched_meta import META_WORDS, MOST_PARTS
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-NOTHING_HIDDEN = 2**31 - 1  # first hidden token of an item whose rows have no limits of their own
+NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a work tile whose rows have no limits
 
 
 class Given(NamedTuple):
@@ -80,7 +81,7 @@ class Smem(NamedTuple):
     cut: cute.Tensor  # its position
     request: cute.Tensor  # in which it lies; b at the end
     split: cute.Tensor  # splits, of one KV head, that it and those before it open
-    work_tile: cute.Tensor  # items, of one KV head, before its part
+    work_tile: cute.Tensor  # work tiles, of one KV head, before its part
     sums: cute.Tensor  # ``prefix_sum.SUMS``
 
 
@@ -207,8 +208,8 @@ def _open_splits(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
 
 @cute.jit
 def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
-    """Items of the parts: the requests that lie between two cuts.  ``sm.item`` may be read behind
-    the next barrier, that of ``_number_splits``, which does not read it."""
+    """Work tiles of the parts: the requests that lie between two cuts.  ``sm.work_tile`` may be
+    read behind the next barrier, that of ``_number_splits``, which does not read it."""
     tidx, _, _ = cute.arch.thread_idx()
     heads, total = rule.by_heads.divisor, Int32(0)
     for chunk in cutlass.range(0, parts, THREADS, unroll=1):
@@ -273,9 +274,9 @@ def _last_up_to(ascending: cute.Tensor, count: Int32, value: Int32) -> Int32:
 
 @cute.jit
 def _emit(sm: Smem, given: Given, tables: Tables, rule: Rule, parts: Int32, i: Int32) -> None:
-    """Writes item ``i``."""
+    """Writes work tile ``i``."""
     heads = rule.by_heads.divisor
-    of_one, _ = divmod(i, rule.by_heads)  # items of a part are the same for all its KV heads
+    of_one, _ = divmod(i, rule.by_heads)  # work tiles of a part are the same for all its KV heads
     part = _last_up_to(sm.work_tile, parts, of_one)
     rest, head = i - sm.work_tile[part] * heads, Int32(0)
     if heads > 1:

@@ -66,8 +66,8 @@ class AlsoToLeader(Ring):
 
 
 def part_of_cta():
-    """Part whose items this CTA walks.  Every role reads it for itself: one value for all would
-    live, and be spilled, through the role that needs most registers."""
+    """Part whose work tiles this CTA walks.  Every role reads it for itself: one value for all
+    would live, and be spilled, through the role that needs most registers."""
     return cute.arch.block_idx()[1]
 
 

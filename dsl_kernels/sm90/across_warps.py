@@ -79,8 +79,8 @@ class AcrossWarps:
 
     @cute.jit
     def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows):
-        """Row sums of an item -> 1/l for the P.V warps, LSE to memory: over the lanes by shuffles,
-        over the warps as the maxima."""
+        """Row sums of a work tile -> 1/l for the P.V warps, LSE to memory: over the lanes by
+        shuffles, over the warps as the maxima."""
         tidx, _, _ = cute.arch.thread_idx()
         st, ctid, lane = cta.st, tidx % WARPGROUP, tidx % 32
         wwarp = cute.arch.make_warp_uniform(ctid // 32)
@@ -105,7 +105,7 @@ class AcrossWarps:
             inv_s[row_position(ctid, self.rows_cta)] = finish_row(
                 cta.gmem.results, cta.call, split, rows, ctid, total, m_refs[ctid], self.log2_in
             )
-        # the next item's first block writes ``across`` again
+        # the next work tile's first block writes ``across`` again
         warps_meet(BARRIER, SOFTMAX_WARPS)
         cute.arch.sync_warp()
         if lane == 0:

@@ -1,7 +1,7 @@
 """The decode kernel of SM90, whatever the cache and the arithmetic: barriers, registers, roles.
 
-A part (one CTA, or one cluster when ``row_tile`` is 128) walks its items of the work list
-(load/work_list.py).  Every warp role runs the same two loops, items and tiles, and meets the
+A part (one CTA, or one cluster when ``row_tile`` is 128) walks its work tiles of the work list
+(load/work_list.py).  Every warp role runs the same two loops, work tiles and tiles, and meets the
 others only at mbarriers:
 
     k_pipe   the loader -> all who read the K tile     (full: TMA bytes, empty: warps)
@@ -11,10 +11,11 @@ others only at mbarriers:
 Roles here      wg 0: the loader's warps (load/loader.py; load/paged_tma.py: warp 0 KV, warp 1
                 Q, warp 2 what the format wants of a full stage); the rest is the pipeline's
 Shared memory   Q tile(s) | K ring | barriers | what format and pipeline add
-Timeline        barriers | PDL wait | items and tiles | PDL trigger when the last tile is asked for
+Timeline        barriers | PDL wait | work tiles and tiles | PDL trigger when the last tile is asked
+                for
 
-CTA x owns query rows x * rows_cta ... of each item; what lies past the end of the sequence's rows
-is computed with them and not written.
+CTA x owns query rows x * rows_cta ... of each work tile; what lies past the end of the sequence's
+rows is computed with them and not written.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ FEW_ROWS = 32  # and fewer, of kernels over bytes, whose S^T is always K Q^T
 SOFTMAX_WARPS, PV_WARPS = 4, 8
 Q_READERS = {"softmax": SOFTMAX_WARPS}
 K_READERS = {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
-INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
+# 1 / row sums of a work tile
+INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})
 
 
 class Barrier(IntEnum):
@@ -37,7 +38,8 @@ class Layouts(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """State that every math role of a CTA works with; ``part``: the part whose items it walks."""
+    """State that every math role of a CTA works with; ``part``: the part whose work tiles it
+    walks."""
 
     st: Any
     layouts: Layouts

@@ -1,10 +1,10 @@
-"""Notes in shared memory of where an item's results go, read at its end.
+"""Notes in shared memory of where a work tile's results go, read at its end.
 
-Held across the item's tiles, split and rows would take registers that there are not; to read the
-work list again would be a way to L2 before every item's last rows.  The softmax warps note them
-when an item begins, for P.V, which finds them behind the row sums, and for themselves if they have
-no registers either.  There is room for two items, as softmax begins the next item while P.V ends
-the last.
+Held across the work tile's tiles, split and rows would take registers that there are not; to read
+the work list again would be a way to L2 before every work tile's last rows.  The softmax warps note
+them when a work tile begins, for P.V, which finds them behind the row sums, and for themselves if
+they have no registers either.  There is room for two work tiles, as softmax begins the next work
+tile while P.V ends the last.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _of(st, work_tile, wwarp):
 
 @cute.jit
 def note(st, work_tile, wwarp, split, rows):
-    """Note split and rows of the ``work_tile``-th item; softmax warp ``wwarp`` calls this as the
-    item begins."""
+    """Note split and rows of work tile number ``work_tile``; softmax warp ``wwarp`` calls this as
+    the work tile begins."""
     mine = _of(st, work_tile, wwarp)
     if cute.arch.lane_idx() == 0:
         mine[0], mine[1], mine[2], mine[3] = split, rows.first, rows.end, rows.stands
@@ -45,7 +45,7 @@ def note(st, work_tile, wwarp, split, rows):
 
 @cute.jit
 def noted(st, work_tile, wwarp, rows_cta: cutlass.Constexpr):
-    """(split, ``Rows``) of the ``work_tile``-th item; ``hidden_from`` is not among them."""
+    """(split, ``Rows``) of work tile number ``work_tile``; ``hidden_from`` is not among them."""
     mine = _of(st, work_tile, wwarp)
     of_split = cute.arch.block_idx()[0] * rows_cta
     return mine[0], Rows(mine[1], mine[2], of_split, None, mine[3])

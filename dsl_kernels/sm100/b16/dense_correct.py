@@ -2,7 +2,7 @@
 
 A thread has one row and 256 of its channels, 128 of each half: columns o ... o + 255 of its lane.
 Before P.V of a tile it sees to V that must not meet P = 0 and, where a row's m_ref moved,
-multiplies O by gamma; behind an item's last tile it writes the rows.
+multiplies O by gamma; behind a work tile's last tile it writes the rows.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ class Issuers:
                 kst.advance()
 
     def issue_half(self, tmem, p, v, half: int, adds):
-        """256 channels; ``adds``: whether O has a value, which the item's first tile gives it."""
+        """256 channels; ``adds``: whether O has a value, which the work tile's first tile gives
+        it."""
         o = tmem + self.columns.o + half * self.form.share(HALF)
         v = umma.advance(v, half * ((CHUNKS - 1) // HALVES) * BLOCK)
         multiply_values(self.parts, o, p, v, adds)

@@ -3,13 +3,14 @@
 Idea: one MMA of a pair reads each CTA's half of the tokens (Q.K) and of the channels (P.V) for the
 rows of both, so shared memory is read half as often as by two CTAs of their own (dense_ws.py).  A
 tile is 128 tokens.  O of a CTA's 64 rows takes 256 columns of tensor memory, as there, and stays
-for an item; softmax and correction, and so numerics, are the same with blocks of 128.  V is a
+for a work tile; softmax and correction, and so numerics, are the same with blocks of 128.  V is a
 region of its own (dense_pair_loads.py).  BF16 and fp16 are one source.
 
 Executed on the software GPU (softgpu); no Blackwell GPU has run it.
 
 Roles (3 warpgroups of 128 threads in each CTA; its 64 rows in softmax and correction)
-    wg 0  warp 0  KV producer     TMA: Q of each item, K of its 64 tokens of each tile, in chunks
+    wg 0  warp 0  KV producer     TMA: Q of each work tile, K of its 64 tokens of each tile, in
+                                  chunks
           warp 1  Q.K issuer      of the leader: 256 channels of Q -> tensor memory; S = Q K^T
           warp 2  P.V issuer      of the leader: O += P V, 64 tokens at a time
           warp 3  V producer      TMA: its 256 channels of each tile; owns tensor memory
@@ -26,12 +27,12 @@ Timeline of tile i
 
 Barriers (Ring: full, empty; commits arrive at both CTAs', "leader": at its only)
     k          TMA bytes of both CTAs (leader) | Q.K commit                 12 (a square each)
-    q          TMA bytes of both CTAs (leader) | Q.K commit of an item      1
+    q          TMA bytes of both CTAs (leader) | Q.K commit of a work tile      1
     v          TMA bytes                       | P.V commit                 2
     s          Q.K commit                      | softmax warps of both CTAs (leader)   2
     p          softmax warps                   | P.V commit                 1  (P, gamma)
     corrected  correction warps of both CTAs (leader): O, P and V are there            1
-    inv        softmax warps 0, 1              | correction warps           1  (1/l of an item)
+    inv        softmax warps 0, 1              | correction warps           1  (1/l of a work tile)
 
 Tensor memory (columns of 512), of each CTA
     0    O               256    lane m + 64 g, column 128 h + c: row m, channel 256 h + 128 g + c

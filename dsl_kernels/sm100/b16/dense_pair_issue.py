@@ -80,7 +80,7 @@ class PairIssuers:
     def copy_q(self, tmem, squares, index):
         """64 channels of Q into tensor memory, 16 bytes of each row at a time.
 
-        Copies come behind the MMAs that read the Q tile before, which this warp issued; items
+        Copies come behind the MMAs that read the Q tile before, which this warp issued; work tiles
         without tiles, which no MMA reads, have none.
         """
         square = umma.advance(squares, index * SQUARE)
@@ -122,8 +122,8 @@ class PairIssuers:
                 pst.advance()
 
     def issue_run(self, tmem, weights, values, run: int, adds):
-        """64 tokens of all channels; ``adds``: whether O has a value, which the item's first tile
-        gives it."""
+        """64 tokens of all channels; ``adds``: whether O has a value, which the work tile's first
+        tile gives it."""
         p = umma.advance(weights, run * SQUARE)
         for half in range(HALVES):
             o = tmem + self.columns.o + half * self.form.share(HALF)

@@ -4,8 +4,8 @@ A tile has 128 tokens.  As operand B of Q.K a CTA holds *its 64 tokens* of all c
 B of P.V *its 256 channels*, 128 of each half, of all tokens: the same bytes cannot serve both, so
 the first 512 channels cross into the pair twice and RoPE once.  V comes behind K, from L2.
 
-    warp 0   chunks of 64 channels: an item's Q, then K tile by tile.  The chunks of Q that go to
-             tensor memory pass through K's ring, the others have a region of their own
+    warp 0   chunks of 64 channels: a work tile's Q, then K tile by tile.  The chunks of Q that go
+             to tensor memory pass through K's ring, the others have a region of their own
     warp 3   V, 64 tokens at a time
 
 All tiles are made of *squares*: 64 rows (tokens, or query rows) of 64 channels, 8192 bytes.  Q and
@@ -186,7 +186,8 @@ class PairLoads:
 
     @cute.jit
     def _rest_of_q(self, cta: Cta, q_tiles, rows, q_phase, rank):
-        """The chunks of an item's Q that stay in shared memory, when the item's before are read."""
+        """The chunks of a work tile's Q that stay in shared memory, when the work tile's before are
+        read."""
         st = cta.st
         self.q.wait_empty(st, 0, q_phase)
         bar = self.q.full_barrier(st, 0)
@@ -260,9 +261,9 @@ class BoundQ(NamedTuple):
     source: Loaded
 
     def copy(self, squares, rows, chunk, to, bar) -> None:
-        """Copy 64 channels of this CTA's rows of an item to square ``to`` of ``squares``.  Rows
-        past the sequence's end may be another sequence's: no results are stored for them.  Rows
-        past the last query are zeros."""
+        """Copy 64 channels of this CTA's rows of a work tile to square ``to`` of ``squares``.  Rows
+        past the sequence's end may be another sequence's: no results are stored for them.  Rows past
+        the last query are zeros."""
         moved = cute.domain_offset((rows.first, 0), self.source.coords)
         tiles = cute.local_tile(moved, (ROWS, RUN), (0, None))
         target, source = cpasync.tma_partition(

@@ -130,8 +130,8 @@ class Parts(Protocol):
 
 @cute.jit
 def work_tiles_of(parts: cutlass.Constexpr, cta: Cta):
-    """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
-    it would live, and be spilled, through the role that needs most registers."""
+    """(first, end) of the CTA's work tiles; every role looks for itself: where all shared one
+    value, it would live, and be spilled, through the role that needs most registers."""
     _, part, _ = cute.arch.block_idx()
     return parts.work.work_tiles_of(cta.gmem.work, part)
 

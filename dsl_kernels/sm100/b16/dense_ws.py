@@ -1,17 +1,17 @@
 """Decode over a 16-bit latent cache for SM100, pipeline ``ws``: tcgen05.mma.ws, O in tensor memory.
 
 Idea: weight-stationary MMAs give 64 query rows all lanes of tensor memory (umma.py), so that O of
-512 channels takes 256 columns and stays there for an item; S of 64 tokens takes 32, two thirds of Q
-the rest.  V is the K tile through a second descriptor (MN-major B).  BF16 and fp16 are one source.
-Numerics are SM90's of the same cache (sm90/b16/dense_decode.py): one *lazy* m_ref a row for P, O
-and the row sum, which moves when a block's maximum is 2^15 above it; then its warp multiplies O by
-gamma, in tensor memory.
+512 channels takes 256 columns and stays there for a work tile; S of 64 tokens takes 32, two thirds
+of Q the rest.  V is the K tile through a second descriptor (MN-major B).  BF16 and fp16 are one
+source. Numerics are SM90's of the same cache (sm90/b16/dense_decode.py): one *lazy* m_ref a row for
+P, O and the row sum, which moves when a block's maximum is 2^15 above it; then its warp multiplies
+O by gamma, in tensor memory.
 
 Executed on the software GPU (softgpu); no Blackwell GPU has run it.
 
 Roles (3 warpgroups of 128 threads)
     wg 0  warp 0  KV producer     TMA: 64-token tiles of 576 channels, in nine chunks
-          warp 1  Q producer      TMA: the row tile of each item
+          warp 1  Q producer      TMA: the row tile of each work tile
           warp 2  Q.K issuer      384 channels of Q -> tensor memory; S = Q K^T, chunk by chunk
           warp 3  P.V issuer      O += P V in two halves of 256 channels; owns tensor memory
     wg 1          softmax         S -> registers, m_refs, P -> smem, gamma        (dense_softmax.py)
@@ -25,14 +25,14 @@ Timeline of tile i (one of two stages of the KV ring)
     P.V issuer    |                                   wait corrected i | lower, upper half | ...
 
 Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are complete)
-    q          TMA bytes          | Q.K commit of an item              1
+    q          TMA bytes          | Q.K commit of a work tile              1
     k          TMA bytes          | P.V commit                         2, chunks 1 to 8 of their own
     k_early    P.V commit: chunks 0 to 3 may be loaded again           2
     s          Q.K commit         | softmax warps, S is in registers   2
     p          softmax warps      | (k)                                2  (P, gamma)
     corrected  correction warps   | (k)                                2  (O, V, and so P)
     o          P.V commit         | (k)                                2
-    inv        softmax warps 0, 1 | correction warps                   1  (1/l of an item)
+    inv        softmax warps 0, 1 | correction warps                   1  (1/l of a work tile)
 
 Tensor memory (columns of 512)
     0    O               256    lane m + 64 g, column 128 h + c: row m, channel 256 h + 128 g + c

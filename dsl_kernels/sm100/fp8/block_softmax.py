@@ -119,7 +119,7 @@ def finish_work_tile(
     form: cutlass.Constexpr, inv: cutlass.Constexpr, same_rows: cutlass.Constexpr, cta, split, rows,
     inv_phase, running,
 ):  # fmt: skip
-    """Row sums of an item -> 1/l for the warps that write its rows, LSE to memory.
+    """Row sums of a work tile -> 1/l for the warps that write its rows, LSE to memory.
 
     ``inv``: their ring; ``same_rows``: ``exchange``'s barrier; ``running``: m_ref, and this
     thread's share of the row sum.

@@ -90,7 +90,7 @@ class Source(NamedTuple):
 
 
 class Gather4(GatherRows):
-    """A loader (load/loader.py) whose KV ring has an item's Q tile in front of its KV tiles."""
+    """A loader (load/loader.py) whose KV ring has a work tile's Q tile in front of its KV tiles."""
 
     def __init__(self, work: TokenLists, *, stages: int, readers: Readers):
         self.work, self.stages, self.readers = work, stages, readers
@@ -152,7 +152,7 @@ class Gather4(GatherRows):
 
     @cute.jit
     def _fill_ring(self, feed: Feed, first: cutlass.Constexpr, tile_of_q: Any):
-        """Tokens ``first`` ... of each tile; an item's first stage is Q's."""
+        """Tokens ``first`` ... of each tile; a work tile's first stage is Q's."""
         st, _, k_pipe, cache, work, call, part, _ = feed
         ahead = first + cute.arch.lane_idx()
         scale = Plane.of(cache.scale, SCALE, 0)

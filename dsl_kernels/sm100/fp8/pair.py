@@ -25,14 +25,14 @@ Timeline of tile i
 
 Barriers (Ring: full, empty; commits arrive at both CTAs', "leader": at its only)
     k      TMA bytes of both CTAs (leader) | Q.K commit                      3
-    q      Q.K commit: RoPE of an item's Q is read                           2
+    q      Q.K commit: RoPE of a work tile's Q is read                           2
     c      TMA bytes: scales    | softmax warps                              3
     v      TMA bytes            | P.V commit                                 2
     s      Q.K commit           | softmax warps of both CTAs (leader)        2
     p      softmax warps        | P.V commit, promotion warps                2  (P, beta, gamma)
     both   softmax warps of both CTAs (leader): P and V are there            2
     x      P.V commit           | promotion warps of the half (leader)       2  (halves)
-    inv    softmax warps 0, 1   | promotion warps                            1  (1/l of an item)
+    inv    softmax warps 0, 1   | promotion warps                            1  (1/l of a work tile)
 
 Tensor memory (columns of 512), of each CTA
     0    X, lower half   128    lane m + 64 g, column c: row m, channel 128 g + c

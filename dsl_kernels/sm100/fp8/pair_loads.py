@@ -4,7 +4,7 @@ A tile has ``work.tile`` = 128 tokens.  As operand B of Q.K a CTA holds *its 64 
 channels; as operand B of P.V *its 256 channels* of all tokens, 128 of each half: the same bytes
 cannot serve both, so content crosses into the pair twice and RoPE once.  V comes behind K, from L2.
 
-    warp 0   an item's Q tile, then the K halves and all tokens' scales of its tiles
+    warp 0   a work tile's Q tile, then the K halves and all tokens' scales of its tiles
     warp 3   the V halves
 
 K and Q of both CTAs complete at the leader's barriers (``cta_group::2``: PTX ISA 9.7.9.27), where
@@ -125,7 +125,7 @@ class PairTma:
 
     @cute.jit
     def run_k(self, cta: Any, source, q_tiles, rank):
-        """Q tiles, K halves and scales, in the order of the items; by one warp."""
+        """Q tiles, K halves and scales, in the order of the work tiles; by one warp."""
         st, gmem = cta.st, cta.gmem
         span = self.work.work_tiles_of(gmem.work, part_of_cta())
         layouts = cta.layouts
@@ -220,7 +220,7 @@ class PairTma:
 
 class PairQ:
     """Q tiles: content through a stage of K, from where it goes to tensor memory; RoPE to a region
-    of its own, where the MMAs of the item read it."""
+    of its own, where the MMAs of the work tile read it."""
 
     def source(self, tensors, layouts):
         """``Loaded`` of content and RoPE of the queries, a CTA's rows each."""
@@ -249,7 +249,7 @@ class BoundQ(NamedTuple):
     source: tuple
 
     def copy(self, st, layouts, rows, stage, q_stage, bar) -> None:
-        """This CTA's rows of an item; rows behind the last query are zeros."""
+        """This CTA's rows of a work tile; rows behind the last query are zeros."""
         for plane, loaded, field, layout, at in zip(
             FORMAT.planes, self.source, (st.kc, st.qr), layouts.q, (stage, q_stage), strict=True
         ):  # fmt: skip

@@ -49,7 +49,7 @@ class Promotion:
 
     @cute.jit
     def run(self, cta: Any, half):
-        """Run the role for all items of the CTA; ``half``: which half of the channels this
+        """Run the role for all work tiles of the CTA; ``half``: which half of the channels this
         warpgroup owns."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)

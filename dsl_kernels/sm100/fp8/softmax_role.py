@@ -30,7 +30,7 @@ class Tiles(Protocol):
 
     Attributes:
         stages: of them.
-        with_q: whether an item's first stage is its Q tile, which has no softmax.
+        with_q: whether a work tile's first stage is its Q tile, which has no softmax.
     """
 
     stages: int
@@ -82,7 +82,7 @@ class Softmax:
 
     @cute.jit
     def run(self, cta: Any):
-        """Run the role for all items of the CTA; the whole warpgroup calls this."""
+        """Run the role for all work tiles of the CTA; the whole warpgroup calls this."""
         tidx, _, _ = cute.arch.thread_idx()
         gmem, call = cta.gmem, cta.call
         span = self.work.work_tiles_of(gmem.work, part_of_cta())
@@ -101,8 +101,9 @@ class Softmax:
             seqlen = self.work.seqlen_of(gmem.work, batch)
             running[0], running[1] = Float32(NEVER), Float32(0.0)
             if cutlass.const_expr(self.tiles.with_q):
-                # Nothing of the Q tile is wanted, but a stage that was skipped, in an item without
-                # tiles, may be a phase behind, and the wait for its next tile would not wait.
+                # Nothing of the Q tile is wanted, but a stage that was skipped, in a work tile
+                # without tiles, may be a phase behind, and the wait for its next tile would not
+                # wait.
                 self.tiles.wait(cta, kst)
                 self.tiles.release(cta, kst)
                 kst.advance()

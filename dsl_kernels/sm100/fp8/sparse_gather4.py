@@ -6,7 +6,7 @@ Results have the same bits.
 
 Roles           as ws's (fp8/ws.py), but for the first warpgroup:
                 warps 0, 3  gather rows (gather4_loads.py); warp 0 has Q's tiles copied, warp 3
-                            also does what ws's does: tensor memory, rows that no item has
+                            also does what ws's does: tensor memory, rows that no work tile has
                 warp 1      issues Q.K; it announces nothing: the copies complete the tile's barrier
                 warp 2      issues P.V
 Shared memory   as ws's, and 512 bytes a stage: where tokens are          = 222208 of 5 stages

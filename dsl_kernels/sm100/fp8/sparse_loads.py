@@ -11,9 +11,9 @@
 The gather warps arrive at ``landed`` of Q's stage, too, where they copy nothing: the two rings have
 the same stages and must stay in phase.
 
-Timeline of an item in a gather warp: the entries of its first tile are asked for | its first stage
-is Q's: warp 0 waits until it is free and has Q copied, warp 3 waits; both arrive | its tiles, as in
-load/gather.py.
+Timeline of a work tile in a gather warp: the entries of its first tile are asked for | its first
+stage is Q's: warp 0 waits until it is free and has Q copied, warp 3 waits; both arrive | its tiles,
+as in load/gather.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROUPS = {Q_WARP: (0, 4), 3: (4, 8)}  # first and last group of a tile, by warp
 
 
 class GatherThroughRing(GatherRows):
-    """``GatherRows`` whose KV ring has an item's Q tile in front of its KV tiles."""
+    """``GatherRows`` whose KV ring has a work tile's Q tile in front of its KV tiles."""
 
     of_warps = GROUPS
 
@@ -59,6 +59,6 @@ class GatherThroughRing(GatherRows):
 
     @cute.jit
     def wait_q(self, st, k_pipe, kst):
-        """Wait until the Q tile of an item is there; all lanes of the announcer call this."""
+        """Wait until the Q tile of a work tile is there; all lanes of the announcer call this."""
         self.landed.wait_full(st, kst.index, kst.phase)  # else the next tile's would not wait
         k_pipe.consumer_wait(kst)

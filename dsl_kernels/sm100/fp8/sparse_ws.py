@@ -6,7 +6,7 @@ pages, and so are numerics: a list that names all tokens in their order gives de
 
 Roles           as ws's, but for the first warpgroup (sparse_loads.py):
                 warps 0, 3  gather rows; warp 0 has Q's tiles copied, warp 3 also does what ws's
-                            does: tensor memory, rows that no item has
+                            does: tensor memory, rows that no work tile has
                 warp 1      announces tiles, and issues Q.K
                 warp 2      issues P.V
 Shared memory   as ws's, and a barrier a stage (``landed``)

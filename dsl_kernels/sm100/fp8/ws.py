@@ -10,7 +10,7 @@ Executed on the software GPU (softgpu); no Blackwell GPU has run it.  A copy of 
 a 128-byte swizzled tile into tensor memory is the form that no shipped kernel is known to use.
 
 Roles (4 warpgroups of 128 threads)
-    wg 0  warp 0  producer        TMA: an item's Q tile, then its 64-token KV tiles, one ring
+    wg 0  warp 0  producer        TMA: a work tile's Q tile, then its 64-token KV tiles, one ring
           warp 1  Q.K issuer      Q tile -> tensor memory; S = Q K^T, content then RoPE, one chain
           warp 2  P.V issuer      X = P V in two halves of 256 channels
           warp 3                  allocates tensor memory, frees it at the end
@@ -29,7 +29,7 @@ Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are co
     s      Q.K commit           | softmax warps, S is in registers           2
     p      softmax warps        | P.V commit, promotion warps                2  (P, beta, gamma)
     x      P.V commit           | promotion warps of the half                2  (halves, not stages)
-    inv    softmax warps 0, 1   | promotion warps                            1  (1/l of an item)
+    inv    softmax warps 0, 1   | promotion warps                            1  (1/l of a work tile)
 The Q tile passes through the KV ring: Q.K's issuer, its only reader, frees it for P.V's, too; the
 softmax warps wait for it and free it themselves, to keep count of the phases.
 
@@ -237,7 +237,7 @@ class Ws:
     """The kernel: one CTA of 16 warps.
 
     Args:
-        loads: the loader of the KV ring (load/loader.py), whose first stage of an item is Q's.
+        loads: the loader of the KV ring (load/loader.py), whose first stage of a work tile is Q's.
         scales: of the tokens in the ring.
     """
 
@@ -345,7 +345,7 @@ class Ws:
     # ---------------------------------------------------------------- issuing warps
 
     def wait_q(self, cta: Cta, kst):
-        """Wait until the item's Q tile is there; Q.K's issuer calls this."""
+        """Wait until the work tile's Q tile is there; Q.K's issuer calls this."""
         cta.k_pipe.consumer_wait(kst)
 
     def wait_tile(self, cta: Cta, kst):

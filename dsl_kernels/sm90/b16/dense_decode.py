@@ -2,7 +2,7 @@
 
 One warpgroup computes S and P, two others O.
 
-A part (one CTA, or one cluster when ``row_tile`` is 128) walks its items of the work list
+A part (one CTA, or one cluster when ``row_tile`` is 128) walks its work tiles of the work list
 (load/work_list.py).  64 and 128 rows lie on M (b16/dense_rows_on_m.py: S = Q K^T with Q in
 registers, O = P V), 32 and fewer on N (b16/dense_swap_ab.py: S^T = K Q^T, O^T = V^T P^T).  BF16 and
 fp16 are one source: the type is the spec's.  V is the first 512 channels of the K tile, read by
@@ -10,8 +10,8 @@ MN-major descriptors of the same bytes: nothing is transposed.
 
 Roles (4 warpgroups)
     wg 0  warp 0  KV producer     TMA: a 64-token tile of 576 channels into a free stage; with 64
-                                  rows Q's tile as well, an item's first in the ring
-          warp 1  Q producer      TMA: the row tile of each item (32 rows and fewer)
+                                  rows Q's tile as well, a work tile's first in the ring
+          warp 1  Q producer      TMA: the row tile of each work tile (32 rows and fewer)
     wg 1          softmax         Q.K, softmax, P to shared memory
     wg 2, 3       P.V             O of half of d_v each, in fp32 registers
 

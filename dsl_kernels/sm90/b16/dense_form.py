@@ -1,10 +1,11 @@
-"""The two math roles of 16-bit decode, as loops over items and tiles; a form says what a tile is.
+"""The two math roles of 16-bit decode, as loops over work tiles and tiles; a form says what a tile
+is.
 
     rows on M    b16/dense_rows_on_m.py   64 rows a CTA: S = Q K^T, O = P V
     tokens on M  b16/dense_swap_ab.py    32 rows or fewer: S^T = K Q^T, O^T = V^T P^T
 
 Hand-over of a block, in the tile's stage of the ring: P over the tile's RoPE columns, factor gamma
-of its rows, and whether an m_ref moved.  Hand-over of an item: 1 / row sums, and where its
+of its rows, and whether an m_ref moved.  Hand-over of a work tile: 1 / row sums, and where its
 rows go (work_tile_notes.py).
 """
 
@@ -60,18 +61,18 @@ class Form:
         return {}
 
     def score_operands(self, st, layouts) -> Any:
-        """Make the operands of Q.K and of the hand-over of P, once for all items."""
+        """Make the operands of Q.K and of the hand-over of P, once for all work tiles."""
         raise NotImplementedError
 
     def take_q(self, st, operands) -> None:
-        """Hook, called when an item's row tile of Q is there."""
+        """Hook, called when a work tile's row tile of Q is there."""
 
     def block(self, cta, tile, operands, stages, blocks, rows_in, rows_out) -> None:
         """S -> P of one block, handed over; ``stages`` of Q and of the ring, and its phase."""
         raise NotImplementedError
 
     def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows) -> None:
-        """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
+        """Row sums of a work tile -> 1/l for the P.V warps, LSE to memory."""
         raise NotImplementedError
 
     def pv_operands(self, st, layouts, half) -> Any:
@@ -135,7 +136,7 @@ class Form:
 
     @cute.jit
     def softmax_loop(self, cta: Cta):
-        """Items and tiles of the softmax warpgroup."""
+        """Work tiles and tiles of the softmax warpgroup."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp, gmem = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32), cta.gmem
         operands, n = self.score_operands(cta.st, cta.layouts), self.fragment.rows
@@ -177,7 +178,7 @@ class Form:
 
     @cute.jit
     def pv_loop(self, cta: Cta, half):
-        """Items and tiles of a P.V warpgroup."""
+        """Work tiles and tiles of a P.V warpgroup."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, layouts, _, k_pipe, gmem, call, part = cta

@@ -53,7 +53,7 @@ def stages_of(spec: VariantSpec) -> int:
 
 
 def q_stages_of(spec: VariantSpec) -> int:
-    """Q tiles in flight: the next item's is prefetched where there is room."""
+    """Q tiles in flight: the next work tile's is prefetched where there is room."""
     return 2 if spec.row_tile <= SWAP_AB_ROWS // stages_of(spec) else 1
 
 

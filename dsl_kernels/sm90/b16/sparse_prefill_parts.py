@@ -272,9 +272,10 @@ class GatheredTiles:
     def _fill(self, st, gmem, cta, groups, boxes):
         """Rows ``groups`` (first, end) of 8 of each tile; with ``boxes`` Q, too.
 
-        The next row tile of Q is asked for behind an item's second tile.  Its part that stays in
-        shared memory is asked for behind its own first tile, which fills what the tile before the
-        last of the item before has freed: until then that item's last product reads Q.
+        The next row tile of Q is asked for behind a work tile's second tile.  Its part that stays
+        in shared memory is asked for behind its own first tile, which fills what the tile before
+        the last of the work tile before has freed: until then that work tile's last product reads
+        Q.
         """
         lane = cute.arch.lane_idx()
         first, end = groups

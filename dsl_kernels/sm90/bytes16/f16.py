@@ -15,8 +15,8 @@ token makes it simpler: no ratios.  Scales multiply the logit and go into P's ex
 Roles (4 warpgroups of 128 threads)
     wg 0            the loader: pages by TMA (load/paged_tma.py), or, of ``sparse_decode``,
                     tokens of lists (load/gather.py); Q's tiles
-    wg 1            Q -> f16 as an item begins (f16_parts.py); S^T, softmax, P^T to shared memory
-                    (f16_softmax.py)
+    wg 1            Q -> f16 as a work tile begins (f16_parts.py); S^T, softmax, P^T to shared
+                    memory (f16_softmax.py)
     wg 2, 3         P.V: O^T of half of d_v each, summed in the tensor core (mix16_pv.py)
 
 Timeline of tile i (one stage of the K ring)
@@ -129,18 +129,18 @@ class F16(Mix16):
     # ---------------------------------------------------------------- P.V warpgroups
 
     def first_turn(self, span):
-        """The first item's."""
+        """The first work tile's."""
         return span[0]
 
     def work_tile_of(self, work, turn, span):
-        """(item, its sequence, first and last tile) of a turn."""
+        """(work tile, its sequence, first and last tile) of a turn."""
         batch, first, last, _ = self.parts.work.work_tile_at(work, turn)
         return turn, batch, first, last
 
     @cute.jit
     def ends_of(self, gmem, call, i, batch):
-        """(tokens of the sequence, first token that some row of the item must not see); nothing
-        where lists name tokens, as what they do not name is zeros."""
+        """(tokens of the sequence, first token that some row of the work tile must not see);
+        nothing where lists name tokens, as what they do not name is zeros."""
         if const_expr(self.parts.gathers):
             return None
         rows = self.parts.work.rows_at(gmem.work, call, i, batch, self.rows_cta)

@@ -6,8 +6,8 @@ row.  Content comes by TMA into the upper half of the room that it takes in f16:
     a stage of Q     8 blocks of 64 channels, f16, rows of 128 bytes   [0 1 | 2 3 | 4 5 | 6 7]
     as it comes      4 blocks of 128 channels, e4m3                    [         0  1  2  3 ]
 
-The softmax warps spread it as an item begins, block by block: what a block of bytes becomes lies
-where bytes have been read, or in front of them.  The channels of 16 take the places that K's
+The softmax warps spread it as a work tile begins, block by block: what a block of bytes becomes
+lies where bytes have been read, or in front of them.  The channels of 16 take the places that K's
 fragments have for them (``mix16_parts.CHANNEL``).
 """
 

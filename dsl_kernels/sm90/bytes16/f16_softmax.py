@@ -10,7 +10,8 @@ RoPE never comes before content in a chain: where its logits are large, the sums
 them would be cut at their last places.
 
 Rows are masked, where tables name pages, in the tiles that not all rows see whole; what lists do
-not name has scale 0, whose log2 is -inf.  An item's first tile with a token gives the rows their
+not name has scale 0, whose log2 is -inf.  A work tile's first tile with a token gives the rows
+their
 m_refs: it has one that a row sees if any tile has, since rows see what comes first.
 """
 
@@ -58,7 +59,7 @@ class F16Softmax(MixSoftmax):
         return facts
 
     def free_first_half(self, st, wanted) -> None:
-        """Nothing: they are free behind the item's tiles."""
+        """Nothing: they are free behind the work tile's tiles."""
 
     def free_queries(self, cta, qst, wanted) -> None:
         """Nothing, too."""

@@ -28,11 +28,11 @@ Timeline of tile i (one stage of the K ring)
 With 64 rows over lists P i is announced when Q.K i + 1 has been issued, and no warp waits for votes
 before its exponentials (mix16_overlap.py).
 
-Items meet like this: half of Q's stage is free when the last tile's Q.K is half done, the rest when
-it is done; the announcer has the next item's Q copied then, out of L2, where it was asked for a few
-tiles ago; while it comes, softmax gives the tile's P and the row sums, and P.V adds that tile's
-products.  P.V's warps convert it, before they write the item's rows.  What softmax does between the
-items' tiles, m_refs and sums of rows (mix16_m_ref.py), short lists wait for.
+Work tiles meet like this: half of Q's stage is free when the last tile's Q.K is half done, the rest
+when it is done; the announcer has the next work tile's Q copied then, out of L2, where it was asked
+for a few tiles ago; while it comes, softmax gives the tile's P and the row sums, and P.V adds that
+tile's products.  P.V's warps convert it, before they write the work tile's rows.  What softmax does
+between the work tiles' tiles, m_refs and sums of rows (mix16_m_ref.py), short lists wait for.
 
 m_ref (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
 the row sum are relative to ``m_ref``, which moves only when some value would pass 2^15, and then so
@@ -219,18 +219,18 @@ class Mix16(ProductsOfV):
         kst = pipeline.make_pipeline_state(consumer, self.stages)
         pst = pipeline.make_pipeline_state(consumer, P_STAGES)
         qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
-        states = (Int32(0), kst, pst, qst)  # items behind us; rings of K, P and Q
+        states = (Int32(0), kst, pst, qst)  # work tiles behind us; rings of K, P and Q
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for turn in cutlass.range(self.first_turn(span), span[1], unroll=1):
             states = self.turn(cta, acc_O, operands, (turn, span), states, half, wwarp)
 
     @cute.jit
     def turn(self, cta, acc_O, operands, at, states, half, wwarp):
-        """An item's products, the next one's Q, the item's rows.
+        """A work tile's products, the next one's Q, the work tile's rows.
 
         Args:
-            at: turn, and the span of items.
-            states: items behind us, and of the rings of K, P and Q; returns the next ones.
+            at: turn, and the span of work tiles.
+            states: work tiles behind us, and of the rings of K, P and Q; returns the next ones.
         """
         turn, span = at
         work_tiles, kst, pst, qst = states
@@ -255,20 +255,22 @@ class Mix16(ProductsOfV):
         return work_tiles, kst, pst, qst
 
     def first_turn(self, span):
-        """First turn: one before the first item's; ``span[1]`` if there are no items.  Turn i has
-        item i and converts the next Q, so one copy of the code, fetched once, converts every Q."""
+        """First turn: one before the first work tile's; ``span[1]`` if there are no work tiles.
+        Turn i has work tile i and converts the next Q, so one copy of the code, fetched once,
+        converts every Q."""
         return Int32(cutlass.select_(span[0] < span[1], span[0] - 1, span[1]))
 
     @cute.jit
     def work_tile_of(self, work, turn, span):
-        """(item, its sequence, first and last tile) of a turn; no tiles of the one before all."""
+        """(work tile, its sequence, first and last tile) of a turn; no tiles of the one before
+        all."""
         i = cutlass.max(turn, span[0])
         batch, first, last, _ = self.parts.work.work_tile_at(work, i)
         return i, batch, first, Int32(cutlass.select_(turn < span[0], first, last))
 
     @cute.jit
     def end_work_tile(self, cta, acc_O, work_tiles, half, wwarp):
-        """Rows of the ``work_tiles``-th item to memory, when their sums are there."""
+        """Rows of work tile number ``work_tiles`` to memory, when their sums are there."""
         INV_RING.wait_full(cta.st, 0, work_tiles & 1)
         split, rows = noted(cta.st, work_tiles, wwarp, self.rows_cta)
         self.write_rows(cta.st, cta.gmem.results, acc_O, split, rows, half, INV_RING)
@@ -276,7 +278,7 @@ class Mix16(ProductsOfV):
 
     @cute.jit
     def tiles(self, cta, acc_O, operands, half, span, states, offset, ends):
-        """An item's tiles; returns the next states of the ring and of P."""
+        """A work tile's tiles; returns the next states of the ring and of P."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         kst, pst = states
@@ -290,12 +292,12 @@ class Mix16(ProductsOfV):
 
     @cute.jit
     def convert(self, cta, qst, at, without_tiles, work_tiles, half, wwarp):
-        """The Q of a turn's next item, if there is one, to f16, eight rows a warp, while softmax is
-        at the sums of this one; softmax hears of it.
+        """The Q of a turn's next work tile, if there is one, to f16, eight rows a warp, while
+        softmax is at the sums of this one; softmax hears of it.
 
         Args:
-            at: turn, and the span of items.
-            without_tiles: whether this item, the ``work_tiles``-th, has none.
+            at: turn, and the span of work tiles.
+            without_tiles: whether this work tile, the ``work_tiles``-th, has none.
         """
         turn, span = at
         if (turn >= span[0]) & without_tiles:  # no P has told that softmax has heard of its Q
@@ -312,7 +314,8 @@ class Mix16(ProductsOfV):
         """Hook on the last block of O^T before rows are written, for RoPE in V; nothing here."""
 
     def ends_of(self, gmem, call, i, batch) -> Any:
-        """Hook: facts of item ``i`` for ``clear``.  None here: rows without a token are zeros."""
+        """Hook: facts of work tile ``i`` for ``clear``.  None here: rows without a token are
+        zeros."""
 
     def clear(self, st, tile, ends, half, kst, pst) -> None:
         """Hook: zero V of a landed tile where P is 0 and V may not be finite; nothing here."""

@@ -1,9 +1,9 @@
-"""Limits of an item's rows, in pipeline ``mix16`` over pages (mix16_pages.py says the rule).
+"""Limits of a work tile's rows, in pipeline ``mix16`` over pages (mix16_pages.py says the rule).
 
 Rows of several query tokens see more or less of a sequence: each row's limit, a number of tokens,
 lies in field ``limits``, and what a row must not see is -inf before its exponentials.
 
-An item's first tile with a token gives the rows their m_refs: it has one that a row sees if any
+A work tile's first tile with a token gives the rows their m_refs: it has one that a row sees if any
 tile has, since rows see what comes first.
 
 Shared memory: 4 bytes a row.

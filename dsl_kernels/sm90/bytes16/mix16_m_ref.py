@@ -2,8 +2,8 @@
 warps.
 
 A row runs over the lanes of a quad position and over the four warps of the softmax warpgroup.  What
-is here an item does once or twice, and finds cold: its time goes by instructions, so that a lane
-combines what is its share and a thread works out one row, which all read.
+is here a work tile does once or twice, and finds cold: its time goes by instructions, so that a
+lane combines what is its share and a thread works out one row, which all read.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def new_m_ref(largest, first, least: cutlass.Constexpr):
 
     Args:
         largest: the row's largest value of a tile, relative to the m_ref of before.
-        first: not 0 if this is the item's first tile with a token.
+        first: not 0 if this is the work tile's first tile with a token.
         least: a bound that every token's value is above.
     """
     shift = Float32(0.0)
     if (largest > Float32(least)) & ((first != 0) | (largest > HEADROOM)):
         shift = largest - P_LOG2_MAX
-    # of the item's first m_ref whatever is finite will do: O and sum are 0
+    # of the work tile's first m_ref whatever is finite will do: O and sum are 0
     gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
     return shift, gamma
 
@@ -99,7 +99,7 @@ class RowReferences:
 
     @cute.jit
     def begin_m_refs(self, st):
-        """Set the m_refs of an item's rows to 0."""
+        """Set the m_refs of a work tile's rows to 0."""
         tidx, _, _ = cute.arch.thread_idx()
         size = const_expr(padded_size(self.rows_cta))
         m_refs = st.m_refs.get_tensor(cute.make_layout(size))
@@ -108,8 +108,8 @@ class RowReferences:
 
     @cute.jit
     def move_m_refs(self, st, t, buf, first, l_run, wwarp, lane):
-        """Rows that pass 2^15, and all of the item's first tile with a token, get an m_ref by which
-        their largest value is 2^8."""
+        """Rows that pass 2^15, and all of the work tile's first tile with a token, get an m_ref by
+        which their largest value is 2^8."""
         tidx, _, _ = cute.arch.thread_idx()
         own = tidx % WARPGROUP
         self.note_maxima(st, t, wwarp, lane)
@@ -170,17 +170,17 @@ class RowReferences:
 
     @cute.jit
     def finish_rows(self, cta, inv_phase, l_run, split, rows):
-        """Row sums of an item -> 1/l for the P.V warps, LSE to memory.
+        """Row sums of a work tile -> 1/l for the P.V warps, LSE to memory.
 
         The warps meet once: ``across`` has been read when they met in ``move_m_refs``, and they
-        meet again before the next item's first tile.
+        meet again before the next work tile's first tile.
         """
         tidx, _, _ = cute.arch.thread_idx()
         st, own, lane = cta.st, tidx % WARPGROUP, tidx % 32
         wwarp = cute.arch.make_warp_uniform(own // 32)
         at, size = row_position(own, self.rows_cta), const_expr(padded_size(self.rows_cta))
         m_ref = Float32(self.sum_log2)
-        if own < self.rows_cta:  # which the next item begins anew
+        if own < self.rows_cta:  # which the next work tile begins anew
             m_ref = m_ref + st.m_refs.get_tensor(cute.make_layout(size))[at]
         INV_RING.wait_empty(st, 0, inv_phase)
         sums = [l_run[x] for x in range(self.fragment.rows)]

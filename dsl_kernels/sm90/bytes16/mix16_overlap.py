@@ -14,7 +14,7 @@ Timeline of tile i
     softmax       | Q.K i | RoPE i issued: P i-1 announced | vote, exp2 of i, P i | votes heard |
     P.V           | V^T of i-1 | wait P i-1                | 8 x (2 WGMMAs, convert) of i-1 | free
 
-An item's last P is announced as soon as it is there.  Its first tile with a token moves m_refs
+A work tile's last P is announced as soon as it is there.  Its first tile with a token moves m_refs
 anyway: warps meet for that, and P is computed once; of the votes they see that they are there.
 
     votes   softmax's warps -> the same   (a vote of each, in the buffer of the tile's P)

@@ -6,13 +6,13 @@ As mix16.py, whose roles and shared memory these are; sequences have pages
 query tokens, which see more or less of the sequence.
 
 What rows do not see.  Places behind a sequence's end, and of pages that the pool does not have, are
-no tokens, as of a list.  Tokens that only some rows of an item see are masked in the tiles that not
-all rows see whole: a row's values of them become -inf, P = 0.  V of them must be finite then:
+no tokens, as of a list.  Tokens that only some rows of a work tile see are masked in the tiles that
+not all rows see whole: a row's values of them become -inf, P = 0.  V of them must be finite then:
 content and ratio of V are cleared of groups whose scale is NaN, as append writes them for what is
 not finite.  K is NaN by its own ratio, so that the rows that see the token are NaN.
 
-A later token counts among "the largest scale that the item has seen so far" (mix16_parts.py): a
-row that does not see it may feel it where it is 2^40 times as large as what the row sees.
+A later token counts among "the largest scale that the work tile has seen so far" (mix16_parts.py):
+a row that does not see it may feel it where it is 2^40 times as large as what the row sees.
 
 Shared memory beside mix16.py's: a limit a row.
 """

@@ -2,15 +2,15 @@
 conversions.
 
 Scales (announcer warp, a tile at a time).  sigma of a token is its largest scale, but at least
-2^-40 of the largest that the item has seen so far: a token whose content is nothing beside that of
-others, zeros with a scale of 0 or 2^-126 above all, would else leave the range in which row sums
-are kept.  A group's *ratio* is its scale / sigma, at most 1, in f16.  A place without a token has
-log2 sigma -inf, which masks it.
+2^-40 of the largest that the work tile has seen so far: a token whose content is nothing beside
+that of others, zeros with a scale of 0 or 2^-126 above all, would else leave the range in which row
+sums are kept.  A group's *ratio* is its scale / sigma, at most 1, in f16.  A place without a token
+has log2 sigma -inf, which masks it.
 
-Queries (by P.V's warps, before they write the rows of the item before).  A row of Q is multiplied
-by 2^p, so that its largest content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept
-down to 2^-32 of that.  RoPE, which stays bf16, is multiplied by the same; where it is more than
-2^30 times as large, by the power that takes it to 2^46.  The channels of 16
+Queries (by P.V's warps, before they write the rows of the work tile before).  A row of Q is
+multiplied by 2^p, so that its largest content channel is in [2^15, 2^16): in f16 all of bf16's bits
+are kept down to 2^-32 of that.  RoPE, which stays bf16, is multiplied by the same; where it is more
+than 2^30 times as large, by the power that takes it to 2^46.  The channels of 16
 take the places ``CHANNEL``.
 """
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 Q_FORMAT = CacheFormat((Plane("c", BF16, D), Plane("r", BF16, R)))
 # Place in the 16 channels of a k step -> channel: what the four bytes of a thread become, in order.
 CHANNEL = [4 * (k % 8 // 2) + k % 2 + 2 * (k // 8) for k in range(16)]
-APART = 2.0**-40  # of an item's largest scale: the least sigma
+APART = 2.0**-40  # of a work tile's largest scale: the least sigma
 LEAST_KEY_SIGMA = 2.0**-40
 # Row sums are kept times 2^-40, since 1 / sigma may be 2^126.
 SUM_LOG2 = 40
@@ -247,7 +247,7 @@ class QueryRows:
     ``factors``.
 
     P.V's warps convert them, half a column block at a time: beside O they have few registers, and a
-    short loop is soon fetched, which each item finds cold.
+    short loop is soon fetched, which each work tile finds cold.
 
     Attributes:
         channels: of content.

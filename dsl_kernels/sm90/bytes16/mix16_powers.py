@@ -3,11 +3,11 @@ of a tile's.
 
 A byte b is 2^(b - 127), 255 no number.  All is done with the bytes themselves, two of them a word,
 16 bits each: the announcer is one warp, which every tile waits for.  A token's sigma is its largest
-byte, at least 2^-40 of the largest that the item has seen so far.  The ratio of a byte to it is
-exact in f16 down to 2^-24; what is less is 0.
+byte, at least 2^-40 of the largest that the work tile has seen so far.  The ratio of a byte to it
+is exact in f16 down to 2^-24; what is less is 0.
 
 A token with a byte of 255 is NaN by its log2, so that the rows that see it are; it has no part in
-"the largest scale that the item has seen so far".
+"the largest scale that the work tile has seen so far".
 """
 
 from __future__ import annotations

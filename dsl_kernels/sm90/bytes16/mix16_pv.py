@@ -64,7 +64,7 @@ class ProductsOfV:
 
     @staticmethod
     def own_offset(wwarp):
-        """Byte offset of a lane's first matrix row of V^T; worked out once an item
+        """Byte offset of a lane's first matrix row of V^T; worked out once a work tile
         (fp8/transposed.py says why)."""
         tidx, _, _ = cute.arch.thread_idx()
         return cute.arch.shuffle_sync(transpose.own_offset(wwarp, tidx % 32), tidx % 32)

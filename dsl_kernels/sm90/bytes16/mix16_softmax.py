@@ -55,7 +55,8 @@ class MixSoftmax(RowReferences):
         rows_cta: query rows of the CTA.
         units: k steps over the content that are converted at once.
         rope: whether K has RoPE beside content.
-        ending: of the tile that is being compiled, (stage of Q, whether it is the item's last).
+        ending: of the tile that is being compiled, (stage of Q, whether it is the work tile's
+            last).
     """
 
     rope = True
@@ -82,11 +83,11 @@ class MixSoftmax(RowReferences):
     def init(self, st) -> None:
         """Barriers of the role's own, by one thread: none."""
 
-    # ---------------------------------------------------------------- items
+    # ---------------------------------------------------------------- work tiles
 
     @cute.jit
     def loop(self, cta):
-        """The role, from the first item to the last."""
+        """The role, from the first work tile to the last."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         n_rows, gmem = const_expr(self.fragment.rows), cta.gmem
@@ -111,8 +112,9 @@ class MixSoftmax(RowReferences):
             work_tiles += 1
 
     def begin_work_tile(self, cta, qst, batch, rows, l_run, wwarp):
-        """References (``m_ref``) and sums of the item's rows, and Q, which P.V's warps convert; all
-        warps of the role have met then.  Returns what ``block`` must know of the item."""
+        """References (``m_ref``) and sums of the work tile's rows, and Q, which P.V's warps
+        convert; all warps of the role have met then.  Returns what ``block`` must know of the work
+        tile."""
         self.begin_m_refs(cta.st)
         l_run.fill(0.0)
         limits, facts = self.parts.limits, None
@@ -123,8 +125,9 @@ class MixSoftmax(RowReferences):
 
     @cute.jit
     def free_queries(self, cta, qst, wanted):
-        """Frees Q's stage if ``wanted``: behind the last tile's Q.K, or of an item without tiles.
-        The next item's Q is on its way while that tile's softmax and the row sums are computed."""
+        """Frees Q's stage if ``wanted``: behind the last tile's Q.K, or of a work tile without
+        tiles. The next work tile's Q is on its way while that tile's softmax and the row sums are
+        computed."""
         if wanted:
             cta.q_pipe.consumer_release(qst)
 
@@ -135,11 +138,11 @@ class MixSoftmax(RowReferences):
         self.parts.q_tiles.free_first_half(st, chosen)
 
     def end_queries(self, cta, qst) -> None:
-        """Behind an item's tiles: nothing."""
+        """Behind a work tile's tiles: nothing."""
 
     @cute.jit
     def tiles(self, cta, tools, span, states, l_run, facts):
-        """Tiles ``span`` of an item; returns the next states of the ring and of P."""
+        """Tiles ``span`` of a work tile; returns the next states of the ring and of P."""
         qst, kst, blocks = states
         fresh = Int32(1)  # no token has been seen
         self.free_first_half(cta.st, span[0] >= span[1])
@@ -157,13 +160,13 @@ class MixSoftmax(RowReferences):
 
     def tile_begins(self, blocks, follows) -> None:
         """In front of the wait for a tile, whose P is the ``blocks``-th; ``follows``: whether
-        another of the item is before it.  Nothing."""
+        another of the work tile is before it.  Nothing."""
 
     def scores_issued(self, st) -> None:
         """When all of a tile's Q.K has been issued: nothing."""
 
     def tiles_end(self, st, blocks, some) -> None:
-        """Behind an item's tiles, if there are ``some``: nothing."""
+        """Behind a work tile's tiles, if there are ``some``: nothing."""
 
     def _end_with(self, *ending) -> None:
         """No loop may assign it: what it assigns goes from tile to tile."""

@@ -11,8 +11,8 @@ say:
     Neighbours  64 rows: a warp's channels of content are neighbours.  Its stores of 16 bytes fill
                 whole lines of a row in the first half, parts of two or three lines in the second.
                 With Spread a row's store touches 32 bytes of each of four lines, and what softmax
-                wants of shared memory waits behind them: calls of two tiles an item took 9 to 11 %
-                longer
+                wants of shared memory waits behind them: calls of two tiles a work tile took 9 to
+                11 % longer
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class ProductsOfV4(mix16.Mix16):
         return ()
 
     def places(self, half: int, wwarp):
-        """Byte offsets of the lane's first matrix rows of V^T; worked out once an item
+        """Byte offsets of the lane's first matrix rows of V^T; worked out once a work tile
         (fp8/transposed.py says why)."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
@@ -251,8 +251,8 @@ class ProductsOfV4(mix16.Mix16):
 
     @cute.jit
     def tiles(self, cta, acc_O, operands, half, span, states, offset, ends):
-        """Run an item's tiles like the base class, but with code of its own for each half, since
-        only the second has RoPE."""
+        """Run a work tile's tiles like the base class, but with code of its own for each half,
+        since only the second has RoPE."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         kst, pst = states

@@ -166,7 +166,7 @@ class DualWg:
 
     @cute.jit
     def math_loop(self, me, cta: Cta):
-        """Items and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1.
+        """Work tiles and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1.
 
         One loop for both: two of them are 39 KB of instructions, more than a scheduler's cache.
         """
@@ -445,5 +445,5 @@ class DualWg:
                     runs[64 * d + 8 * j] = four
             at = (local, me * (D // 2) + 4 * quad)
             write_rows(results, split, rows, at, [Held(8 * i, runs)], shared)
-        # ``sums`` is written again by the next item
+        # ``sums`` is written again by the next work tile
         warps_meet(Barrier.BOTH, MATH_WARPS)

@@ -5,8 +5,8 @@ Roles           in wg 0 (decode.py): warp 2 of the loader's makes scale triples,
 Shared memory   Q tile(s) of rows x 640 bytes | K ring, a stage: 64 x 512 content in four column
                 blocks of 64 tokens x 128 B (128-byte swizzle), 64 x 128 RoPE, 64 scales | scale
                 triples (sigma, log2, 1/) of 960 bytes a stage | what the pipeline adds
-Timeline        an item: Q tile | a tile: wait empty, TMA content and RoPE, bulk scales -> full ->
-                scale warp -> sigma ring -> softmax
+Timeline        a work tile: Q tile | a tile: wait empty, TMA content and RoPE, bulk scales -> full
+                -> scale warp -> sigma ring -> softmax
 """
 
 from __future__ import annotations

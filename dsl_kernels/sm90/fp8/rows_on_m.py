@@ -15,7 +15,7 @@ Timeline of block i (registers: S in two chains of 32, then t 32, 1/sigma 16, ch
 **The rule: no branch, no wait and as little address arithmetic as can be while WGMMAs are in
 flight.**  ptxas serialises every WGMMA for the first (note C7514), the second holds P back, the
 third takes issue slots of a role that is short of them.  So waits come before the first WGMMA,
-addresses are computed once, arrivals are predicated, and the last block of an item, which has
+addresses are computed once, arrivals are predicated, and the last block of a work tile, which has
 nothing to issue, takes a branch of its own and leaves S undefined (``ScoreChains.forget``): else
 the old S would be carried around the loop, 64 registers more.  ptxas decides in the end where the
 WGMMAs go: codegen's audit refuses a build whose softmax has none of its steps between them, or a

@@ -4,8 +4,8 @@
     tokens on M  fp8/swap_ab.py    32 rows or fewer: S^T = K Q^T
 
 Hand-over of a block, in one of ``P_STAGES`` buffers: P8 (each term of P, p_terms.py), factors beta
-and gamma of its rows, and a byte a warp that says whether an m_ref moved.  Hand-over of an item:
-1 / row sums, and where its rows go (work_tile_notes.py; few rows have registers for that).
+and gamma of its rows, and a byte a warp that says whether an m_ref moved.  Hand-over of a work
+tile: 1 / row sums, and where its rows go (work_tile_notes.py; few rows have registers for that).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def hand_over_fields(rows: int) -> dict:
 
 
 class SoftmaxRole:
-    """The loop over items; a form adds the loop over tiles and the end of an item.
+    """The loop over work tiles; a form adds the loop over tiles and the end of a work tile.
 
     Attributes:
         parts: what the pipeline is composed of.
@@ -70,7 +70,7 @@ class SoftmaxRole:
 
     @cute.jit
     def loop(self, cta: Cta):
-        """The role, from the first item to the last."""
+        """The role, from the first work tile to the last."""
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         n_rows = const_expr(self.fragment.rows)
@@ -114,20 +114,21 @@ class SoftmaxRole:
             work_tiles += 1
 
     def wait_q(self, cta, qst) -> None:
-        """Wait until the item's row tile of Q is there."""
+        """Wait until the work tile's row tile of Q is there."""
         cta.q_pipe.consumer_wait(qst)
 
     def tools(self, st, layouts) -> Any:
         """Make the accumulators, descriptors and addresses that the form needs, once for all
-        items."""
+        work tiles."""
         raise NotImplementedError
 
     def tiles(self, cta, tools, span, states, rows_in, rows_out) -> None:
-        """Tiles ``span`` of an item: ``states`` of Q, K and P advance, ``rows_out`` is updated."""
+        """Tiles ``span`` of a work tile: ``states`` of Q, K and P advance, ``rows_out`` is
+        updated."""
         raise NotImplementedError
 
     def finish_rows(self, cta, inv_phase, m_ref, l_run, split, rows) -> None:
-        """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
+        """Row sums of a work tile -> 1/l for the P.V warps, LSE to memory."""
         raise NotImplementedError
 
     def thread_rows(self):

@@ -7,7 +7,7 @@ tile into A fragments (transpose.py).
 
 Roles (4 warpgroups of 128 threads)
     wg 0  warp 0  KV producer     TMA: content, RoPE, scales of a 64-token tile into a free stage
-          warp 1  Q producer      TMA: the row tile of each item
+          warp 1  Q producer      TMA: the row tile of each work tile
           warp 2  scale warp      sigma_k -> sigma, log2 sigma, 1/sigma in fragment order
                                   (64 rows only; with few rows a thread has just two tokens)
     wg 1          softmax         S = Q K^T, or S^T = K Q^T for <= 32 rows; block softmax, P8 to
@@ -117,7 +117,7 @@ def stages_of(spec: VariantSpec) -> int:
 
 
 def q_stages(spec: VariantSpec) -> int:
-    """Row tiles of Q in flight: the next item's is prefetched where there is room."""
+    """Row tiles of Q in flight: the next work tile's is prefetched where there is room."""
     return 2 if spec.row_tile <= SWAP_AB_ROWS and stages_of(spec) <= STAGES else 1
 
 
@@ -211,8 +211,8 @@ class Etap:
             rows = self.parts.work.rows_at(gmem.work, call, i, batch, self.rows_cta)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
-            # Once an item, not a tile: ptxas computes anew what is cheap, but not what comes out of
-            # a shuffle.  Before V's first fetch of each tile that cost 7 % of the time.
+            # Once a work tile, not a tile: ptxas computes anew what is cheap, but not what comes
+            # out of a shuffle.  Before V's first fetch of each tile that cost 7 % of the time.
             offset = cute.arch.shuffle_sync(transpose.own_offset(wwarp, tidx % 32), tidx % 32)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
