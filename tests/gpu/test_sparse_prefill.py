@@ -22,7 +22,7 @@ from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.testing.prefill_job import PrefillJob, Results
 from snapmla.testing.workloads.exact import Case, Runner
-from snapmla.testing.workloads.sparse_prefill import recorded
+from snapmla.testing.workloads.sparse_prefill import WORKLOAD
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -189,7 +189,7 @@ def test_recorded_cases(d_qk: int, heads: int, index: int) -> None:
     def run(_name: str, **given: Any) -> None:
         kernel(*given.values())
 
-    found = [recorded(Case(spec.name, index), Runner(DEVICE, run)) for _ in range(2)]
+    found = [WORKLOAD.recorded(Case(spec.name, index), Runner(DEVICE, run)) for _ in range(2)]
     for name, rows in found[0].rows.items():
         assert (rows == found[1].rows[name]).all()
 

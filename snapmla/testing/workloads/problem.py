@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,13 +30,20 @@ class Problem:
     note: str = ""
 
 
+class Made(NamedTuple):
+    """Arguments by name, and the job that made them, which a judge asks."""
+
+    arguments: dict[str, Any]
+    job: Any
+
+
 P = TypeVar("P", bound=Problem)
 
 
 def workload(
     judge: Judge,
     truth: Truth | None,
-    arguments: Callable[[VariantSpec, P, Draw], dict[str, Any]],
+    arguments: Callable[[VariantSpec, P, Draw], dict[str, Any] | Made],
     *,
     small: Callable[[VariantSpec], Iterable[P]],
     recorded: Callable[[Exact], Iterable[P]],
@@ -48,8 +55,9 @@ def workload(
     """The workload of an op.
 
     Args:
-        judge, truth: as ``Workload`` has them; a judge is told the problem as ``Call.job``.
-        arguments: (spec, problem, draw) -> a call's arguments by name.
+        judge, truth: as ``Workload`` has them.
+        arguments: (spec, problem, draw) -> a call's arguments by name; a judge is told the problem
+            as ``Call.job``, if no job made them.
         small: (spec) -> the problems of small calls, which one draw serves.
         recorded: (draw) -> the problems of a recorded case, which may draw lengths; each has run
             before the next is asked for.
@@ -60,18 +68,22 @@ def workload(
         known: other fields of ``Workload``.
     """
 
+    def made(spec: VariantSpec, problem: P, draw: Draw) -> Made:
+        found = arguments(spec, problem, draw)
+        return found if isinstance(found, Made) else Made(found, problem)
+
     def calls(spec: VariantSpec) -> Iterator[Call]:
         draw = Adversarial()
         for problem in small(spec):
-            given = arguments(spec, problem, draw)
+            given, job = made(spec, problem, draw)
             want = truth(spec, given) if truth else {}
-            yield Call(given, results(spec, problem), want, problem, problem.note)
+            yield Call(given, results(spec, problem), want, job, problem.note)
 
     def run_case(case: Case, run: Runner) -> Recorded:
         draw = Exact(case, run.device)
         found = []
         for problem in recorded(draw):
-            given = arguments(case.spec, problem, draw)
+            given, _ = made(case.spec, problem, draw)
             run.call(case.variant, **given)
             found.append(rows(case.spec, given))
         joined = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
@@ -79,7 +91,7 @@ def workload(
 
     def large(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
         assert sized is not None
-        return arguments(spec, sized(spec, sizes), Random(device, seed))
+        return made(spec, sized(spec, sizes), Random(device, seed)).arguments
 
     return Workload(calls, judge, run_case, large, truth, **known)
 
@@ -87,6 +99,11 @@ def workload(
 def named(*results: str) -> Callable[[VariantSpec, Problem], dict[str, str]]:
     """Results that messages call by their argument's name."""
     return lambda _spec, _problem: {name: name for name in results}
+
+
+def unnamed(_spec: VariantSpec, _problem: Problem) -> dict[str, str]:
+    """No results by name: a job judges the call."""
+    return {}
 
 
 def hashed(name: str, *tables: str) -> Callable[[VariantSpec, Mapping[str, Any]], Rows]:
