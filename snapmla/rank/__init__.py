@@ -6,7 +6,7 @@ is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; bot
     cards.py       GPU models: what bounds a kernel there
     verdicts.py    candidates, reasons, times, the winner; knows no op
     costs.py       times of decode kernels, from committed tables and by a model
-    decode.py      decode calls as problems of the contest
+    decode.py      decode calls as problems of the ranking
     fp8_decode.py  decode over the FP8 cache: features and figures; another cache, another such file
     dense_decode.py  decode over a 16-bit cache
     record_decode.py  dense decode over caches of bytes

@@ -1,4 +1,4 @@
-"""Decode calls as problems of the contest; what is peculiar to one cache is a ``DecodeOp``."""
+"""Decode calls as problems of the ranking; what is peculiar to one cache is a ``DecodeOp``."""
 
 from __future__ import annotations
 

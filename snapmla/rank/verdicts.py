@@ -1,4 +1,4 @@
-"""The contest of kernels for one call: candidates, reasons, times, the winner.
+"""Ranking of kernels for one call: candidates, reasons, times, the winner.
 
 Knows no op: a ``Problem`` brings its candidates and what is known of them.
 """

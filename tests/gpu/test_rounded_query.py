@@ -52,7 +52,7 @@ def test_queries_that_equal_a_token(built: tuple[VariantSpec, Any], logit: float
 
 
 @pytest.mark.parametrize("style", record_job.STYLES)
-def test_numbers_that_move_frames(built: tuple[VariantSpec, Any], style: str) -> None:
+def test_numbers_that_move_maxima(built: tuple[VariantSpec, Any], style: str) -> None:
     """Swings of 200 nats, RoPE of 1e3, far groups, scales of 0; whole and split."""
     spec, kernel = built
     for parts in (1, 4):

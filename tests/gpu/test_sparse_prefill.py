@@ -93,7 +93,7 @@ def test_many_query_tokens(heads: int, s_q: int) -> None:
 @pytest.mark.parametrize("style", ["3", "30", "swings", "equal"])
 @pytest.mark.parametrize("heads", [16, 20, 128])
 @pytest.mark.parametrize("d_qk", WIDTHS)
-def test_numbers_that_move_frames(d_qk: int, heads: int, style: str) -> None:
+def test_numbers_that_move_maxima(d_qk: int, heads: int, style: str) -> None:
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0
     kind = "plain" if style.isdigit() else style

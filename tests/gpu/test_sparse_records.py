@@ -62,7 +62,7 @@ def test_flashmlas_lists(fmt: str, heads: int, rows: int, page_size: int) -> Non
 @pytest.mark.parametrize("style", record_job.STYLES)
 @pytest.mark.parametrize("rows", TILES)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_numbers_that_move_frames(fmt: str, rows: int, style: str) -> None:
+def test_numbers_that_move_maxima(fmt: str, rows: int, style: str) -> None:
     """Peaked rows, swings of 200 nats, queries that equal a token, RoPE of 1e3, far groups, the
     least scales; whole and split, one list and two."""
     spec, kernel = kernel_of(rows, fmt)

@@ -706,7 +706,7 @@ TOY_COSTS = {
 
 
 def test_another_op_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features and figures of a second op, and its block of costs, join the contest as they are."""
+    """Features and figures of a second op, and its block of costs, join the ranking as they are."""
     monkeypatch.setitem(FAMILIES, "toy_decode", TOY)
     blocks = costs.data("decode_costs.json")["costs"]
     monkeypatch.setattr(costs, "data", lambda name: {"costs": [TOY_COSTS, *blocks]})

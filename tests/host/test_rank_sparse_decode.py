@@ -1,4 +1,4 @@
-"""Sparse decode's contest: which row tile, why, by which table; wishes; kernels of a model."""
+"""Sparse decode's ranking: which row tile, why, by which table; wishes; kernels of a model."""
 
 from __future__ import annotations
 

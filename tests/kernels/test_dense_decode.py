@@ -32,7 +32,7 @@ def kernel_of(name: str) -> tuple[VariantSpec, variants.Kernel]:
 
 
 @pytest.mark.parametrize("name", [FEW, pytest.param(MANY, marks=pytest.mark.whole_matrix)])
-def test_frames_that_move(name: str) -> None:
+def test_maxima_that_move(name: str) -> None:
     """Peaked rows: each tile's maximum is far from the last one's, in fp16 too."""
     spec, kernel = kernel_of(name)
     assert tuple(kernel.names.arguments) == dense_job.ARGUMENTS  # type: ignore[attr-defined]

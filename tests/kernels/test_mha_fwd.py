@@ -114,7 +114,7 @@ def equals(job: MhaJob) -> MhaJob:
 
 @pytest.mark.parametrize("style", some(["3", "30", "swings", "equal"], "swings"))
 @pytest.mark.parametrize("name", EVERY)
-def test_numbers_that_move_frames(name: str, style: str) -> None:
+def test_numbers_that_move_maxima(name: str, style: str) -> None:
     spec, kernel = kernel_of(name)
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0

@@ -60,7 +60,7 @@ def test_clean_and_right(built: tuple[VariantSpec, Any], options: Options) -> No
 
 
 @pytest.mark.parametrize("style", [s for s in record_job.STYLES if s != "plain"])
-def test_numbers_that_move_frames(built: tuple[VariantSpec, Any], style: str) -> None:
+def test_numbers_that_move_maxima(built: tuple[VariantSpec, Any], style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart, scales of 0; whole and split."""
     shape = RecordShape(5, 330, (330, 66), 1, parts=1, style=style)

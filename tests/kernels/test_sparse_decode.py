@@ -83,7 +83,7 @@ def test_right_everywhere(heads: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_frames_that_move(name: str) -> None:
+def test_maxima_that_move(name: str) -> None:
     """Logits that swing by 200 nats from tile to tile, and queries that equal a token."""
     spec, kernel = kernel_of(name)
     for style, heads in (("swings", 5), ("equal", spec.row_tile)):

@@ -88,7 +88,7 @@ def test_heads_and_lists(d_qk: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("style", some(["3", "30", "swings", "equal"], "equal"))
 @pytest.mark.parametrize("name", EVERY_FEW)
-def test_numbers_that_move_frames(name: str, style: str) -> None:
+def test_numbers_that_move_maxima(name: str, style: str) -> None:
     spec, kernel = kernel_of(name)
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0
