@@ -12,8 +12,8 @@ heads are so many: a section's first row tile of each head, then its second, and
     words 4 + 2 i    sequence, row tile of it; i < t
 
 Split over keys.  Few query tokens against many keys are too few work tiles for a GPU, so such a
-sequence's keys are cut into *pieces*, whose partial results are combined.  How many and where follows
-from its own two lengths: with r row tiles and n tiles of keys
+sequence's keys are cut into *pieces*, whose partial results are combined.  How many and where
+follows from its own two lengths: with r row tiles and n tiles of keys
 
     pieces = max(1, min(PIECES, n // PIECE_TILES) // r)       piece p: tiles p n // pieces ..
 
