@@ -21,11 +21,14 @@ from snapmla.testing.workloads.samples import Adversarial, Random
 NAME = "merge_obf16_sm90a"
 OPS = (
     "merge", "merge_states", "quantize_q", "index_rows", "select_topk", "append_kv",
-    "append_index_k", "dsa_prologue", "fetch_index_k",
+    "append_index_k", "dsa_prologue", "fetch_index_k", "fetch_dequant", "plan_to_records",
+    "records_to_plan", "mha_items", "mha_merge", "mha_rope_sum", "mha_fwd", "sparse_prefill",
 )  # fmt: skip
+ASKED = ("mha_merge_obf16_sm90a", "mha_rope_sum_dbf16_sm90a", "mha_items_backward_sm90a")
 SPECS = [
-    spec for spec in matrix.default_specs("sm_90a", ask_kernels=False) if spec.op in OPS
-]  # fmt: skip
+    *[s for s in matrix.default_specs("sm_90a", ask_kernels=False) if s.op in OPS][::3],
+    *map(VariantSpec.from_name, ASKED),
+]
 
 
 def draws() -> list[Adversarial | Exact | Random]:
@@ -40,7 +43,7 @@ def layout(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_all_draws_lay_arguments_out_alike(spec: VariantSpec) -> None:
     """The small, the recorded and the large call of a variant differ in numbers alone."""
     work, seen = workloads.of(spec.op), []

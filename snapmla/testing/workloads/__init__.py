@@ -19,7 +19,10 @@ An op's arguments are laid out once, by ``arguments(spec, problem, draw)``, and 
 small, recorded and sized calls of it.  Its problems are data: extents, lengths, what is planted.
 ``draw.py`` says where numbers come from: ``samples.py`` has those that torch draws, ``exact.py``
 those that are the same bits on every machine.  ``rotary.py`` has what the appends and quantize_q
-share.  Decodes, ``fetch_dequant``, dense prefill and plans write the three builders themselves.
+share.  Decodes write the three builders themselves: a small call is a job that a planner may plan
+anew, and recorded ones keep partial rows, of ``decode`` between two kernels.  So do
+``index_logits`` and the backward of dense prefill; ``plan_decode`` asks the library for its sized
+call.
 """
 
 from __future__ import annotations

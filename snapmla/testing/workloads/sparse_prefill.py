@@ -42,10 +42,13 @@ def small(spec: VariantSpec) -> Iterator[Lists]:
     """Lists that end anywhere, two row blocks, sinks; logits that swing between tiles; a CTA with
     more work tiles than Q has stages, of a tile each, as else the ring of KV holds Q's loads back.
     """
-    some = {"lengths": (130, 0), "sink": True, "style": "swings"}
-    few = {"lengths": (70, 10, 64, 1, 50), "spread": 3.0, "ctas": 1}
-    for extents, how in (((2, spec.row_tile + 3, 200, 130), some), ((5, 7, 90, 70), few)):
-        yield Lists(lambda spec, _, n=extents, how=how: PrefillJob.draw(spec, *n, **how))
+    yield _few(2, spec.row_tile + 3, 200, 130, lengths=(130, 0), sink=True, style="swings")
+    yield _few(5, 7, 90, 70, lengths=(70, 10, 64, 1, 50), spread=3.0, ctas=1)
+
+
+def _few(*extents: int, **how: Any) -> Lists:
+    """A problem of ``PrefillJob.draw``."""
+    return Lists(lambda spec, _draw: PrefillJob.draw(spec, *extents, **how))
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
@@ -68,19 +71,13 @@ def _any(spec: VariantSpec, draw: Exact) -> PrefillJob:
     kv = exact.bell(bits, (s_kv, 1, spec.d_qk), 0)
     indices = bits.below(s_kv, (s_q, 1, topk)).astype(np.int32)
     indices[bits.below(8, (s_q, 1, topk)) == 0] = (-1, 2**31 - 1, s_kv)[third]
-    given = [
-        torch.from_numpy(x) for x in (q, kv, indices, bits.below(topk + 1, (s_q,)).astype(np.int32))
-    ]
+    lengths = bits.below(topk + 1, (s_q,)).astype(np.int32)
+    given = [torch.from_numpy(x) for x in (q, kv, indices, lengths)]
     draw.identify_by(*given)
     rows = [draw.there(x, torch.bfloat16) for x in given[:2]]
-    return _job(
-        spec,
-        *rows,
-        *map(draw.there, given[2:]),
-        draw.full(heads, value=0.5),
-        exact.SOFTMAX_SCALE,
-        3,
-    )
+    lists = [draw.there(x) for x in given[2:]]
+    sink = draw.full(heads, value=0.5)
+    return _job(spec, rows[0], rows[1], lists[0], lists[1], sink, exact.SOFTMAX_SCALE, 3)
 
 
 def _job(
