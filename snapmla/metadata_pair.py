@@ -194,7 +194,7 @@ def make_plan(
     page_size = checks.page_size(page_size)
     max_pages = checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
-    spec = dispatch.choose(metadata.device, num_heads, s_q, page_size)
+    spec = dispatch.choose(metadata.device, dispatch.Request(num_heads, s_q, page_size))
     unit_rows = checks.unit_rows("s_q", dispatch.rows_of_unit(rows, spec, in_step=True))
     o_accum, lse_accum = workspace(metadata, stream, parts, unit_rows)
     units, unit_begin, row_limits = no_tables(metadata)
@@ -307,7 +307,7 @@ def kernel_for(device: torch.device, rows: int) -> VariantSpec:
 
     Row and token tile are those of the kernel that ``make_plan`` finds: pages do not change them.
     """
-    return dispatch.choose(device, rows, 1, USUAL_PAGE)
+    return dispatch.choose(device, dispatch.Request(rows, 1, USUAL_PAGE))
 
 
 def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pair | None) -> Pair:

@@ -23,7 +23,6 @@ small row tiles, unless the plan's bits must be those of any batch (``fixed_spli
 
 from snapmla.dispatch.calls import (
     OPS,
-    cache_name,
     choose,
     choose_sparse,
     explain,
@@ -35,6 +34,7 @@ from snapmla.dispatch.calls import (
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Size, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
+from snapmla.dispatch.decode import Request
 from snapmla.dispatch.load import Load, Share
 from snapmla.dispatch.model import (
     DENSE_FORMATS,
@@ -67,10 +67,10 @@ __all__ = [
     "Facts",
     "Load",
     "Model",
+    "Request",
     "Share",
     "Size",
     "Verdict",
-    "cache_name",
     "card_named",
     "card_of",
     "cards",

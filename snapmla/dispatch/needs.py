@@ -21,6 +21,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch.calls import choose_on, choose_sparse
 from snapmla.dispatch.cards import cards, find_card
+from snapmla.dispatch.decode import Request
 from snapmla.dispatch.model import PLAIN, Model, check_model
 from snapmla.dispatch.sparse_decode import REFERENCE
 from snapmla.layouts import kernel_page_size
@@ -156,13 +157,12 @@ def _decodes(model: Model) -> Iterator[VariantSpec]:
         if model.sparse_prefill and FORMATS[model.dtype].quantized_query:
             outs = ["bf16", *outs]  # prompts, straight from the cache
         for heads, tokens, out in itertools.product(model.heads, SPARSE_TOKENS, outs):
-            yield choose_sparse(
-                card, heads, out_dtype=out, accuracy=model.accuracy,
-                cache=model.dtype, size=REFERENCE._replace(batch=tokens),
-            )  # fmt: skip
+            request = Request(heads, out_dtype=out, accuracy=model.accuracy, format=model.dtype)
+            yield choose_sparse(card, request, REFERENCE._replace(batch=tokens))
         return
     for heads, s_q, page in itertools.product(model.heads, model.s_q, model.pages):
-        yield choose_on(
-            card, heads // model.kv_heads, s_q, kernel_page_size(page), out_dtype=model.out,
-            accuracy=model.accuracy, cache=model.dtype,
+        request = Request(
+            heads // model.kv_heads, s_q, kernel_page_size(page), model.out,
+            accuracy=model.accuracy, format=model.dtype,
         )  # fmt: skip
+        yield choose_on(card, request)

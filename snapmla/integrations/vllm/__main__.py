@@ -15,6 +15,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import env, info
 from snapmla.dispatch.calls import choose_sparse
 from snapmla.dispatch.cards import cards
+from snapmla.dispatch.decode import Request
 from snapmla.dsa import shapes
 from snapmla.dsa.index_logits import unit_choices
 from snapmla.integrations import findings, surfaces
@@ -98,7 +99,7 @@ def needed(arch: str) -> list[VariantSpec]:
 def needed_sparse() -> list[VariantSpec]:
     """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
     card = next(card for card in cards() if card.arch == ROWS)
-    tiles = (choose_sparse(card, count, cache=FORMAT) for count in (16, 32, 64, 128))
+    tiles = (choose_sparse(card, Request(count, format=FORMAT)) for count in (16, 32, 64, 128))
     return [
         VariantSpec(op="append_kv", arch=ROWS, index_dtype="i64", cache_dtype=FORMAT),
         VariantSpec(op="plan_decode", arch=ROWS),

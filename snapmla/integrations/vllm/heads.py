@@ -32,6 +32,7 @@ from dsl_kernels.formats import ds_mla, v4
 from snapmla import runtime
 from snapmla.dispatch.calls import choose_sparse
 from snapmla.dispatch.cards import Card, card_of
+from snapmla.dispatch.decode import Request
 from snapmla.errors import SnapMLAError
 from snapmla.integrations import flashmla_switch
 from snapmla.integrations.vllm import surface
@@ -111,7 +112,7 @@ def served(heads: int, cache: str) -> bool:
     card = _card()
     if card is None or card.arch != flashmla_switch.SERVED:
         return False
-    spec = choose_sparse(card, heads, cache=cache)
+    spec = choose_sparse(card, Request(heads, format=cache))
     return runtime.find(spec) is not None or runtime.jit_refusal() is None
 
 
