@@ -197,7 +197,7 @@ def make_plan(
     page_size = checks.page_size(page_size)
     max_pages = checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
-    spec = rank.choose(metadata.device, num_heads, s_q, page_size)
+    spec = rank.choose(metadata.device, rank.Request(num_heads, s_q, page_size))
     unit_rows = checks.unit_rows("s_q", rank.rows_of_unit(rows, spec, in_step=True))
     o_accum, lse_accum = workspace(metadata, stream, parts, unit_rows)
     units, unit_begin, row_limits = no_tables(metadata)
@@ -310,7 +310,7 @@ def kernel_for(device: torch.device, rows: int) -> VariantSpec:
 
     Row and token tile are those of the kernel that ``make_plan`` finds: pages do not change them.
     """
-    return rank.choose(device, rows, 1, USUAL_PAGE)
+    return rank.choose(device, rank.Request(rows, 1, USUAL_PAGE))
 
 
 def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pair | None) -> Pair:

@@ -81,7 +81,8 @@ def made(cache_seqlens: torch.Tensor, rows: int, num_kv_heads: int) -> Pair:
     if not batch:
         return records, num_splits
     # pages and the 16-bit dtype do not change what a tile takes
-    spec = rank.choose(cache_seqlens.device, rows, 1, metadata_pair.USUAL_PAGE, cache="bf16")
+    request = rank.Request(rows, 1, metadata_pair.USUAL_PAGE, format="bf16")
+    spec = rank.choose(cache_seqlens.device, request)
     tables = (ints(parts + batch, ITEM_WORDS), ints(parts + 1), ints(batch + 1))
     traced = tracing.wanted(cache_seqlens)
     (torch.ops.snapmla.plan_update if traced else dense.launch_plan)(
@@ -144,9 +145,9 @@ def make_reader(like: torch.Tensor, parts: int, shape: Shape, stream: int | None
     """
     batch, group = shape.batch, shape.num_heads // shape.num_kv_heads
     sequences, all_parts = batch * shape.num_kv_heads, parts * shape.num_kv_heads
-    spec = rank.choose(
-        like.device, group, shape.s_q, kernel_page_size(shape.page_size), cache=shape.cache_dtype
-    )
+    page_size = kernel_page_size(shape.page_size)
+    request = rank.Request(group, shape.s_q, page_size, format=shape.cache_dtype)
+    spec = rank.choose(like.device, request)
     unit_rows = checks.unit_rows("q", rank.rows_of_unit(shape.rows, spec, in_step=True))
     max_tiles = -(-shape.max_pages * shape.page_size // spec.token_tile)
     if batch * max(max_tiles, 1) > plans.MAX_COST:

@@ -256,10 +256,11 @@ class PlanOptions:
             s_q: query tokens of a typical sequence.
             size: all query tokens, and the tokens that each sees at most; None: not known yet.
         """
-        spec = rank.choose(
-            device, self.group, s_q, self.page_size, pipeline=self.pipeline,
-            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.format,
+        request = rank.Request(
+            self.group, s_q, self.page_size, pipeline=self.pipeline, row_tile=self.row_tile,
+            accuracy=self.accuracy, format=self.format,
         )  # fmt: skip
+        spec = rank.choose(device, request)
         if self.fixed_split_tokens is not None:
             _split_tiles(self.fixed_split_tokens, spec.token_tile)
         return spec

@@ -23,7 +23,6 @@ small row tiles, unless the plan's bits must be those of any batch (``fixed_spli
 
 from snapmla.rank.calls import (
     OPS,
-    cache_name,
     choose,
     choose_sparse,
     explain,
@@ -34,8 +33,17 @@ from snapmla.rank.calls import (
 )
 from snapmla.rank.cards import Card, card_named, card_of, cards
 from snapmla.rank.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
+from snapmla.rank.decode import Request
 from snapmla.rank.load import Load, Share
-from snapmla.rank.model import DENSE_FORMATS, INDICES, PLAIN, SPARSE_FORMATS, Facts, Model, facts_of
+from snapmla.rank.model import (
+    DENSE_FORMATS,
+    INDICES,
+    PLAIN,
+    SPARSE_FORMATS,
+    Facts,
+    Model,
+    facts_of,
+)
 from snapmla.rank.needs import needs
 from snapmla.rank.sparse_decode import (
     PIPELINES,
@@ -59,10 +67,10 @@ __all__ = [
     "Facts",
     "Load",
     "Model",
+    "Request",
     "Share",
     "Size",
     "Verdict",
-    "cache_name",
     "card_named",
     "card_of",
     "cards",

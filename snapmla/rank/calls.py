@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -15,7 +15,16 @@ from snapmla import checks
 from snapmla.errors import VariantError
 from snapmla.rank import verdicts
 from snapmla.rank.cards import Card, card_of, cards, find_card
-from snapmla.rank.decode import ACCURACIES, FAST, HIGH, REFERENCE, STANDARD, DecodeOp, Problem
+from snapmla.rank.decode import (
+    ACCURACIES,
+    FAST,
+    HIGH,
+    REFERENCE,
+    STANDARD,
+    DecodeOp,
+    Problem,
+    Request,
+)
 from snapmla.rank.dense_decode import DENSE_DECODE
 from snapmla.rank.fp8_decode import FP8_DECODE
 from snapmla.rank.record_decode import RECORD_OPS
@@ -32,20 +41,11 @@ BY_CACHE = {sparse_decode.FAMILY.op: SPARSE_OPS, record_decode.FAMILY.op: RECORD
 TILES_OF = "H200"  # card of ``DecodeOp.ns_of_tile``
 NOT_FAST = f"'fast' is sparse decode over {ROWS_OF_BYTES} rows on SM90"
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
+ROW_TILE = (int, type(None))  # True and 16.0 are equal to row tiles, and refused
+Op = TypeVar("Op", bound=DecodeOp)
 
 
-def choose(
-    device: torch.device,
-    num_heads: int,
-    s_q: int,
-    page_size: int,
-    *,
-    out_dtype: str = "bf16",
-    pipeline: str | None = None,
-    row_tile: int | None = None,
-    accuracy: str = STANDARD,
-    cache: str = DEFAULT,
-) -> VariantSpec:
+def choose(device: torch.device, request: Request) -> VariantSpec:
     """The decode kernel for a call.
 
     Depends on rows, page size and card only, never on batch or lengths (see the package).
@@ -53,11 +53,8 @@ def choose(
     Args:
         device: where it runs; ``cpu`` is the software GPU, which decides as an H200 would, or a
             B200 (``SNAPMLA_SOFTGPU_ARCH``).
-        num_heads, s_q, page_size: checked already; heads that read one KV head.
-        out_dtype: ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
-        pipeline, row_tile: the caller's wish, None for the best.
-        accuracy: as ``plan_decode`` takes it; more rows than its kernels take are several blocks.
-        cache: name of its format: ``fp8``, ``bf16``, ``f16``, or one of bytes.
+        request: numbers checked already; heads that read one KV head; more rows than the kernels of
+            its accuracy take are several blocks.
 
     Raises:
         ValueError: the wishes do not go together, or not with the device's architecture; names the
@@ -65,86 +62,55 @@ def choose(
         VariantError: no decode kernel exists for the device's architecture, or none for such pages.
     """
     card = card_of(device)
-    wishes = out_dtype, pipeline, row_tile, accuracy, cache
-    try:
-        return choose_known(card, num_heads, s_q, page_size, *wishes)
-    except TypeError:  # of what is no key, a traced size or a list: the checks say what is wrong
-        pass
-    return _choose(card, num_heads, s_q, page_size, *wishes)
+    if request.row_tile.__class__ in ROW_TILE:
+        try:
+            return choose_known(card, request)
+        except TypeError:  # of what is no key, a traced size or a list: checks say what is wrong
+            pass
+    return choose_on(card, request)
 
 
-def choose_on(
-    card: Card,
-    num_heads: int,
-    s_q: int,
-    page_size: int,
-    *,
-    out_dtype: str = "bf16",
-    pipeline: str | None = None,
-    row_tile: int | None = None,
-    accuracy: str = STANDARD,
-    cache: str = DEFAULT,
-) -> VariantSpec:
+def choose_on(card: Card, request: Request) -> VariantSpec:
     """``choose`` for a card, which need not be here."""
-    return _choose(
-        card, num_heads, s_q, page_size, out_dtype, pipeline, row_tile, accuracy, cache
-    )  # fmt: skip
+    return _best(_problem(card, request))
 
 
-def _choose(
-    card: Card,
-    num_heads: int,
-    s_q: int,
-    page_size: int,
-    out_dtype: str,
-    pipeline: str | None,
-    row_tile: int | None,
-    accuracy: str,
-    cache: str,
-) -> VariantSpec:
-    """``choose_on``."""
-    op = op_of(cache)
-    pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
-    problem = Problem(
-        op, num_heads, s_q, page_size, FORMATS[cache].result(out_dtype), card,
-        pipeline, row_tile, p_terms, accuracy=accuracy,
-    )  # fmt: skip
-    best, reasons = verdicts.judge(problem)
-    if best is None:
-        _refuse(problem, reasons)
-    return best
+choose_known = functools.lru_cache(maxsize=1024)(choose_on)
 
 
-# by type as well: True is no row tile
-choose_known = functools.lru_cache(maxsize=1024, typed=True)(_choose)
-
-
-def choose_sparse(
-    card: Card,
-    num_heads: int,
-    *,
-    out_dtype: str = "bf16",
-    pipeline: str | None = None,
-    row_tile: int | None = None,
-    accuracy: str = STANDARD,
-    cache: str = DEFAULT,
-    size: Size | None = None,
-) -> VariantSpec:
-    """The kernel for a sparse decode on a card; arguments and errors as of ``choose``.
+def choose_sparse(card: Card, request: Request, size: Size | None = None) -> VariantSpec:
+    """The kernel for a sparse decode on a card; errors as of ``choose``.
 
     Args:
-        cache: name of its format, ``fp8`` or ``fp8_ds_mla``.
+        request: of a format that sparse decode reads, ``s_q`` and ``page_size`` left out.
         size: query tokens, and entries of each one's row at most; None: as many as
             ``sparse_decode.REFERENCE``.  Few tokens of many heads are faster on smaller row tiles,
             although these read each token more often: an item's fixed time is most of theirs.
     """
-    op = SPARSE_OPS[cache]
-    pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
-    problem = SparseProblem(
-        op, num_heads, 1, ANY_PAGE, FORMATS[cache].result(out_dtype), card,
-        pipeline, row_tile, p_terms, accuracy=accuracy,
-        size=size or SPARSE_REFERENCE,
-    )  # fmt: skip
+    return _best(_sparse_problem(card, request, size or SPARSE_REFERENCE))
+
+
+def _problem(card: Card, request: Request, num_kv_heads: int = 1) -> Problem:
+    """A request as a problem, checked."""
+    return Problem(*_asked(op_of(request.format), card, request), num_kv_heads)
+
+
+def _sparse_problem(card: Card, request: Request, size: Size) -> SparseProblem:
+    """A request of sparse decode as a problem, checked."""
+    return SparseProblem(*_asked(SPARSE_OPS[request.format], card, request), size=size)
+
+
+def _asked(op: Op, card: Card, request: Request) -> tuple[Op, Card, Request, int]:
+    """(op, card, request by the kernels' words, terms of P): what a problem begins with."""
+    pipeline, p_terms = _check_wishes(op, card.arch, request)
+    out_dtype = FORMATS[request.format].result(request.out_dtype)
+    if pipeline != request.pipeline or out_dtype != request.out_dtype:  # seldom: it takes a while
+        request = request._replace(pipeline=pipeline, out_dtype=out_dtype)
+    return op, card, request, p_terms
+
+
+def _best(problem: Problem) -> VariantSpec:
+    """The candidate that wins; raises if there is none."""
     best, reasons = verdicts.judge(problem)
     if best is None:
         _refuse(problem, reasons)
@@ -189,15 +155,9 @@ def op_of(cache: str) -> DecodeOp:
     return DECODED[cache] if cache in DECODED else RECORD_OPS[cache]
 
 
-def cache_name(cache_dtype: str | torch.dtype) -> str:
-    """The format that a checked ``cache_dtype`` means."""
-    return checks.format_named(cache_dtype)
-
-
-def _check_wishes(
-    op: DecodeOp, arch: str, pipeline: str | None, row_tile: int | None, accuracy: str
-) -> tuple[str | None, int]:
+def _check_wishes(op: DecodeOp, arch: str, request: Request) -> tuple[str | None, int]:
     """(pipeline, terms of P) that a caller insists on."""
+    pipeline, row_tile, accuracy = request.pipeline, request.row_tile, request.accuracy
     checks.choice("accuracy", accuracy, ACCURACIES)
     known = op.values("pipeline")
     if pipeline is not None and pipeline not in known:  # another architecture's is told apart later
@@ -227,7 +187,8 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
             f"{archs} ({', '.join(names)}) and on cpu tensors (software GPU); "
             f"{op.reference} runs anywhere"
         )
-    pipeline, row_tile = problem.pipeline, problem.row_tile
+    pipeline, row_tile = problem.request.pipeline, problem.request.row_tile
+    accuracy = problem.request.accuracy
     if pipeline is not None and pipeline not in pipelines:
         checks.value_error(
             "pipeline", f"{' or '.join(map(repr, pipelines))} on {arch}", pipeline,
@@ -239,13 +200,13 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     features = op.features[asked[0]]
     if not tiles:
         checks.value_error(
-            "accuracy", f"{STANDARD!r} {where}", problem.accuracy,
+            "accuracy", f"{STANDARD!r} {where}", accuracy,
             f"two terms of P: {features.why_two_terms}",
         )  # fmt: skip
     if row_tile is not None and row_tile not in tiles:
         near = min(tiles, key=lambda tile: abs(tile - row_tile))
         why = features.why_tiles if problem.p_terms == 1 else features.why_two_terms
-        where += "" if problem.accuracy == STANDARD else f" and accuracy {problem.accuracy!r}"
+        where += "" if accuracy == STANDARD else f" and accuracy {accuracy!r}"
         checks.value_error(
             "row_tile", f"{' or '.join(map(str, tiles))} {where}", row_tile,
             f"{why}; the nearest is row_tile={near}, or leave row_tile out",
@@ -308,29 +269,24 @@ def explain(
     """
     checks.num_heads(num_heads)
     checks.s_q(s_q)
+    request = Request(
+        num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile, accuracy=accuracy
+    )
     if topk is not None:
         checks.integer("num_kv_heads", num_kv_heads, 1, 1)
         tokens = checks.integer("batch", batch, 1) * s_q
         size = Size(tokens, checks.integer("topk", topk, 1))
-        sparse = _sparse_problem(
-            num_heads, out_dtype, find_card(device, card), pipeline, row_tile, accuracy,
-            cache_dtype, size,
-        )  # fmt: skip
-        return verdicts.explain(sparse, size)
-    cache_dtype = checks.cache_dtype(cache_dtype, more=tuple(RECORD_OPS))
-    cache = cache_name(cache_dtype)
+        where, cache = find_card(device, card), sparse_cache_name(cache_dtype)
+        out = _out_name(cache, out_dtype)
+        request = request._replace(s_q=1, page_size=ANY_PAGE, format=cache, out_dtype=out)
+        return verdicts.explain(_sparse_problem(where, request, size), size)
+    cache = checks.format_named(checks.cache_dtype(cache_dtype, more=tuple(RECORD_OPS)))
     checks.page_size_of(cache, page_size)
     checks.kv_heads(num_kv_heads, num_heads, cache)
     checks.integer("batch", batch, 1)
     checks.integer("seqlen", seqlen, 1)
-    out = _out_name(cache, out_dtype)
-    op = op_of(cache)
-    where = find_card(device, card)
-    pipeline, p_terms = _check_wishes(op, where.arch, pipeline, row_tile, accuracy)
-    problem = Problem(
-        op, num_heads, s_q, page_size, out, where,
-        pipeline, row_tile, p_terms, num_kv_heads, accuracy,
-    )  # fmt: skip
+    request = request._replace(format=cache, out_dtype=_out_name(cache, out_dtype))
+    problem = _problem(find_card(device, card), request, num_kv_heads)
     return verdicts.explain(problem, Size(batch, seqlen))
 
 
@@ -341,26 +297,6 @@ def _out_name(cache: str, out_dtype: torch.dtype | None) -> str:
     if out not in names:
         checks.type_error("out_dtype", " or ".join(map(str, names)), out_dtype)
     return names[out]
-
-
-def _sparse_problem(
-    num_heads: int,
-    out_dtype: torch.dtype | None,
-    card: Card,
-    pipeline: str | None,
-    row_tile: int | None,
-    accuracy: str,
-    cache_dtype: str | torch.dtype,
-    size: Size,
-) -> SparseProblem:
-    """Checks ``explain``'s arguments for a sparse decode; returns the call that they describe."""
-    cache = sparse_cache_name(cache_dtype)
-    op, out = SPARSE_OPS[cache], _out_name(cache, out_dtype)
-    pipeline, p_terms = _check_wishes(op, card.arch, pipeline, row_tile, accuracy)
-    return SparseProblem(
-        op, num_heads, 1, ANY_PAGE, out, card, pipeline, row_tile, p_terms, accuracy=accuracy,
-        size=size,
-    )  # fmt: skip
 
 
 def sparse_cache_name(given: str | torch.dtype, name: str = "cache_dtype") -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsl_kernels import registry
 from dsl_kernels.families import Family
 from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.formats.registered import FORMATS, Format, Names
+from dsl_kernels.formats.registered import DEFAULT, FORMATS, Format, Names
 from dsl_kernels.spec import VariantSpec
 from snapmla.cache.layouts import kernel_page_size
 from snapmla.rank.cards import Card
@@ -183,36 +183,51 @@ class DecodeOp:
         return self.features[spec.pipeline].longest_item
 
 
+class Request(NamedTuple):
+    """A decode as a caller asks for it, on whatever card.
+
+    Attributes:
+        num_heads: query heads.
+        s_q: query tokens of a sequence; of sparse decode 1, as each is a sequence of its own.
+        page_size: tokens of a page; of sparse decode any.
+        out_dtype: of results, ``bf16``, ``f16`` or ``f32``; a 16-bit cache has but its own.
+        pipeline, row_tile: what the caller insists on, None for no wish.
+        accuracy: as ``plan_decode`` takes it.
+        format: of the cache, by name.
+    """
+
+    num_heads: int
+    s_q: int = 1
+    page_size: int = 64
+    out_dtype: str = "bf16"
+    pipeline: str | None = None
+    row_tile: int | None = None
+    accuracy: str = STANDARD
+    format: str = DEFAULT
+
+
 @dataclass(frozen=True)
 class Problem:
     """A decode call, as the host knows it (``verdicts.Problem``).
 
     Attributes:
         op: over which cache.
-        num_heads, s_q, page_size, out_dtype (``bf16``, ``f16``, ``f32``): of the call.
         card: where it runs.
-        pipeline, row_tile: what the caller insists on, None for no wish.
+        request: the call; its ``pipeline`` and ``p_terms`` are what its accuracy means there.
         p_terms: e4m3 terms of P.
         num_kv_heads: of the cache, which query heads share evenly.
-        accuracy: what ``pipeline`` and ``p_terms`` are for, as the caller named it.
     """
 
     op: DecodeOp
-    num_heads: int
-    s_q: int
-    page_size: int
-    out_dtype: str
     card: Card
-    pipeline: str | None = None
-    row_tile: int | None = None
+    request: Request
     p_terms: int = 1
     num_kv_heads: int = 1
-    accuracy: str = STANDARD
 
     @property
     def exactly(self) -> bool:
         """True if it is exact logits that make its accuracy high."""
-        return self.accuracy == HIGH and self.p_terms == 1
+        return self.request.accuracy == HIGH and self.p_terms == 1
 
     @property
     def pipelines(self) -> list[str]:
@@ -222,13 +237,13 @@ class Problem:
         also does with accuracy ``fast``.
         """
         arch = self.card.arch
-        fast = self.op.fast.get(arch) if self.accuracy == FAST else None
-        return self.op.pipelines(arch, self.pipeline, fast)
+        fast = self.op.fast.get(arch) if self.request.accuracy == FAST else None
+        return self.op.pipelines(arch, self.request.pipeline, fast)
 
     @property
     def rows(self) -> int:
         """Query rows of a sequence that read one KV head."""
-        return self.num_heads // self.num_kv_heads * self.s_q
+        return self.request.num_heads // self.num_kv_heads * self.request.s_q
 
     def _sequences(self, size: Size) -> Size:
         """The size as a kernel sees it: each (sequence, KV head) is a sequence."""
@@ -250,15 +265,16 @@ class Problem:
         return us, -(-self.rows // spec.row_tile), spec.row_tile
 
     def candidates(self) -> list[VariantSpec]:
-        arch, page_size = self.card.arch, self.op.page_size_seen(self.page_size)
+        arch, page_size = self.card.arch, self.op.page_size_seen(self.request.page_size)
+        out_dtype = self.request.out_dtype
         return [
-            self.op.spec(arch, pipeline, row_tile, page_size, self.out_dtype, self.p_terms)
+            self.op.spec(arch, pipeline, row_tile, page_size, out_dtype, self.p_terms)
             for pipeline in self.pipelines
             for row_tile in self.op.values("row_tile")
         ]
 
     def rejection(self, spec: VariantSpec) -> str | None:
-        pipeline, row_tile = spec.pipeline, spec.row_tile
+        pipeline, row_tile, asked = spec.pipeline, spec.row_tile, self.request
         features = self.op.features.get(pipeline)
         if features is None:
             return f"{pipeline} declares no features yet"
@@ -269,16 +285,16 @@ class Problem:
                 f"{pipeline} has no two terms of P with a row tile of {row_tile}: "
                 f"{features.why_two_terms}"
             )
-        if self.op.page_size_seen(self.page_size) not in features.page_sizes:
-            return f"{pipeline} has no page size of {self.page_size}"
-        if self.out_dtype not in features.out_dtypes:
-            return f"{pipeline} writes {' or '.join(features.out_dtypes)}, not {self.out_dtype}"
-        if self.exactly and pipeline != self.pipeline:
-            return f"its logits are not exact, as accuracy={self.accuracy!r} wants them"
-        if self.pipeline not in (None, pipeline):
-            return f"pipeline={self.pipeline!r} was asked for"
-        if self.row_tile not in (None, row_tile):
-            return f"row_tile={self.row_tile} was asked for"
+        if self.op.page_size_seen(asked.page_size) not in features.page_sizes:
+            return f"{pipeline} has no page size of {asked.page_size}"
+        if asked.out_dtype not in features.out_dtypes:
+            return f"{pipeline} writes {' or '.join(features.out_dtypes)}, not {asked.out_dtype}"
+        if self.exactly and pipeline != asked.pipeline:
+            return f"its logits are not exact, as accuracy={asked.accuracy!r} wants them"
+        if asked.pipeline not in (None, pipeline):
+            return f"pipeline={asked.pipeline!r} was asked for"
+        if asked.row_tile not in (None, row_tile):
+            return f"row_tile={asked.row_tile} was asked for"
         return None
 
     def model_us(self, spec: VariantSpec, size: Size) -> float | None:
@@ -310,7 +326,7 @@ class Problem:
         if costs is None or self.card.name != costs.card.name:
             return None
         # as the tables are
-        if self.out_dtype != "bf16" or self.p_terms > 1 or self.num_kv_heads > 1:
+        if self.request.out_dtype != "bf16" or self.p_terms > 1 or self.num_kv_heads > 1:
             return None
         return costs.measured_us(spec, self.rows, self._sequences(size))
 
@@ -318,7 +334,7 @@ class Problem:
         """max(bytes / read rate, FLOP / effective peak)"""
         size = self._sequences(size)
         tokens = size.batch * size.seqlen
-        results = KV_LORA_RANK * OUT_BYTES[self.out_dtype] + 4  # out, lse
+        results = KV_LORA_RANK * OUT_BYTES[self.request.out_dtype] + 4  # out, lse
         per_row = self.op.token_bytes + results
         nbytes = tokens * self.op.token_bytes + size.batch * self.rows * per_row
         flops = 2.0 * tokens * self.rows * (HEAD_DIM_QK + KV_LORA_RANK)
@@ -326,16 +342,17 @@ class Problem:
         return max(nbytes / self.card.read_gbs * 1e-3, flops / peak * 1e-6)
 
     def describe(self, size: Size) -> tuple[str, str]:
-        asked = (
-            f"decode: batch {size.batch} x {size.seqlen} tokens, {self.num_heads} heads, "
-            f"s_q {self.s_q} ({self.rows} rows), pages of {self.page_size}, {self.out_dtype} out, "
-            f"on {self.card.name}"
+        asked = self.request
+        text = (
+            f"decode: batch {size.batch} x {size.seqlen} tokens, {asked.num_heads} heads, "
+            f"s_q {asked.s_q} ({self.rows} rows), pages of {asked.page_size}, {asked.out_dtype} "
+            f"out, on {self.card.name}"
         )
-        asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
-        asked += f", accuracy {self.accuracy}" if self.exactly else ""
-        asked += "" if self.num_kv_heads == 1 else f", {self.num_kv_heads} KV heads"
+        text += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
+        text += f", accuracy {asked.accuracy}" if self.exactly else ""
+        text += "" if self.num_kv_heads == 1 else f", {self.num_kv_heads} KV heads"
         peak = self.op.effective_tflops(self.card)
-        return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
+        return text, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
     def remarks(self, size: Size) -> list[str]:
         """Lines on the source of times if kernels were not measured; else on accuracy's price."""
@@ -349,9 +366,9 @@ class Problem:
             return [f"no table was fitted for decode over {self.op.about} yet: times are estimates"]
         if self.p_terms == 1 and not self.exactly:
             return []
-        plain = replace(
-            self, p_terms=1, accuracy=STANDARD, pipeline=None if self.exactly else self.pipeline
-        )
+        pipeline = None if self.exactly else self.request.pipeline
+        usual_request = self.request._replace(accuracy=STANDARD, pipeline=pipeline)
+        plain = replace(self, p_terms=1, request=usual_request)
         (best, _), (usual, _) = judge(self), judge(plain)
         us = None if best is None else self.model_us(best, size)
         usual_us = None if usual is None else plain.model_us(usual, size)

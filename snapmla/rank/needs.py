@@ -22,6 +22,7 @@ from snapmla import checks
 from snapmla.cache.layouts import kernel_page_size
 from snapmla.rank.calls import choose_on, choose_sparse
 from snapmla.rank.cards import cards, find_card
+from snapmla.rank.decode import Request
 from snapmla.rank.model import PLAIN, Model, check_model
 from snapmla.rank.sparse_decode import REFERENCE
 
@@ -156,13 +157,12 @@ def _decodes(model: Model) -> Iterator[VariantSpec]:
         if model.sparse_prefill and FORMATS[model.dtype].quantized_query:
             outs = ["bf16", *outs]  # prompts, straight from the cache
         for heads, tokens, out in itertools.product(model.heads, SPARSE_TOKENS, outs):
-            yield choose_sparse(
-                card, heads, out_dtype=out, accuracy=model.accuracy,
-                cache=model.dtype, size=REFERENCE._replace(batch=tokens),
-            )  # fmt: skip
+            request = Request(heads, out_dtype=out, accuracy=model.accuracy, format=model.dtype)
+            yield choose_sparse(card, request, REFERENCE._replace(batch=tokens))
         return
     for heads, s_q, page in itertools.product(model.heads, model.s_q, model.pages):
-        yield choose_on(
-            card, heads // model.kv_heads, s_q, kernel_page_size(page), out_dtype=model.out,
-            accuracy=model.accuracy, cache=model.dtype,
+        request = Request(
+            heads // model.kv_heads, s_q, kernel_page_size(page), model.out,
+            accuracy=model.accuracy, format=model.dtype,
         )  # fmt: skip
+        yield choose_on(card, request)

@@ -127,24 +127,25 @@ class SparseProblem(Problem):
 
     def _shares(self, spec: VariantSpec, size: Size) -> tuple[Share, ...]:
         """Shares as a plan of full lists has them."""
-        parts = parts_of_lists(self.card.sms, self.num_heads, size.batch, spec)
+        parts = parts_of_lists(self.card.sms, self.request.num_heads, size.batch, spec)
         return Load(size.batch, parts, -(-size.seqlen // spec.token_tile)).shares()
 
     def _read_bytes(self, spec: VariantSpec) -> float:
-        return self.op.token_bytes * (1 + AGAIN * (-(-self.num_heads // spec.row_tile) - 1))
+        blocks = -(-self.request.num_heads // spec.row_tile)
+        return self.op.token_bytes * (1 + AGAIN * (blocks - 1))
 
     def rejection(self, spec: VariantSpec) -> str | None:
         """Reason as for other problems; also if a smaller row tile would hold all heads, and, of
         accuracy ``fast``, if what rounds the query has another row tile than ``standard``."""
-        reason = super().rejection(spec)
-        if reason is None and self.pipeline is None and spec.pipeline == self._fast:
-            usual, _ = judge(replace(self, accuracy=STANDARD))
+        reason, asked = super().rejection(spec), self.request
+        if reason is None and asked.pipeline is None and spec.pipeline == self._fast:
+            usual, _ = judge(replace(self, request=asked._replace(accuracy=STANDARD)))
             if usual is not None and usual.row_tile != spec.row_tile:
                 return f"{usual.pipeline} with a row tile of {usual.row_tile} is faster here"
-        if reason is not None or self.row_tile is not None:
+        if reason is not None or asked.row_tile is not None:
             return reason
         tiles = self.op.features[spec.pipeline].tiles(self.p_terms)
-        half = next((tile for tile in tiles if self.num_heads <= tile < spec.row_tile), None)
+        half = next((tile for tile in tiles if asked.num_heads <= tile < spec.row_tile), None)
         return None if half is None else f"a row tile of {half} holds all heads"
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
@@ -154,13 +155,13 @@ class SparseProblem(Problem):
         blocks, row tile): fewer blocks win, then the smaller tile.
         """
         if us == float("inf"):
-            return -(-self.num_heads // spec.row_tile), spec.row_tile
-        return -self.num_heads % spec.row_tile, us
+            return -(-self.request.num_heads // spec.row_tile), spec.row_tile
+        return -self.request.num_heads % spec.row_tile, us
 
     def remarks(self, size: Size) -> list[str]:
         """Lines as for other problems, what accuracy ``fast`` is, and whose times those are."""
         lines = super().remarks(size)
-        if self.accuracy == FAST and self._fast:
+        if self.request.accuracy == FAST and self._fast:
             lines.append(
                 f"{self._fast} rounds the query to e4m3 (docs/numerics.md); its time is that of "
                 f"{PIPELINES[self.op.cache_dtype]} less {100 * FASTER:.0f} %, as measured once"
@@ -168,14 +169,15 @@ class SparseProblem(Problem):
         return lines
 
     def describe(self, size: Size) -> tuple[str, str]:
-        asked = (
-            f"sparse decode: {size.batch} query tokens x topk {size.seqlen}, {self.num_heads} "
-            f"heads, {self.op.about}, {self.out_dtype} out, on {self.card.name}"
+        asked = self.request
+        text = (
+            f"sparse decode: {size.batch} query tokens x topk {size.seqlen}, {asked.num_heads} "
+            f"heads, {self.op.about}, {asked.out_dtype} out, on {self.card.name}"
         )
-        asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
-        asked += f", accuracy {self.accuracy}" if self.exactly or self.accuracy == FAST else ""
+        text += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
+        text += f", accuracy {asked.accuracy}" if self.exactly or asked.accuracy == FAST else ""
         peak = self.op.effective_tflops(self.card)
-        return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
+        return text, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
 
 def parts_of_lists(sms: int, num_heads: int, tokens: int, spec: VariantSpec) -> int:

@@ -115,11 +115,12 @@ class SparseOptions(PlanOptions):
         tokens there are, as each row tile rounds in its own way, and where a graph is traced for
         any number of them."""
         known = size is not None and isinstance(size.batch, int) and isinstance(size.seqlen, int)
-        return rank.choose_sparse(
-            rank.card_of(device), self.num_heads, pipeline=self.pipeline,
-            row_tile=self.row_tile, accuracy=self.accuracy, cache=self.format,
-            size=size if known and self.fixed_split_tokens is None else None,
+        request = rank.Request(
+            self.num_heads, pipeline=self.pipeline, row_tile=self.row_tile, accuracy=self.accuracy,
+            format=self.format,
         )  # fmt: skip
+        seen = size if known and self.fixed_split_tokens is None else None
+        return rank.choose_sparse(rank.card_of(device), request, seen)
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
         """A query token's."""

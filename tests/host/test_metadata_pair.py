@@ -105,7 +105,7 @@ def test_pages_do_not_change_a_pairs_kernel(rows: int) -> None:
     """A pair knows the rows alone: parts and tiles must suit whatever pages come."""
     wanted = metadata_pair.kernel_for(torch.device("cpu"), rows)
     for page_size in fp8_decode.PAGE_SIZES:
-        found = rank.choose(torch.device("cpu"), rows, 1, page_size)
+        found = rank.choose(torch.device("cpu"), rank.Request(rows, 1, page_size))
         assert found == wanted.replace(page_size=page_size)
         assert found.token_tile == wanted.token_tile
 

@@ -44,20 +44,20 @@ def _nothing_remembered() -> Iterator[None]:
 
 
 def chosen(heads: int, s_q: int, page_size: int = 64, **wishes: Any) -> tuple[str, int]:
-    spec = rank.choose(CPU, heads, s_q, page_size, **wishes)
+    spec = rank.choose(CPU, rank.Request(heads, s_q, page_size, **wishes))
     assert spec == decode_spec(spec.pipeline, spec.row_tile, page_size, "bf16")
     return spec.pipeline, spec.row_tile
 
 
 def problem_of(rows: int, card: Card | None, out_dtype: str = "bf16", s_q: int = 1) -> Problem:
     assert card is not None
-    return Problem(FP8_DECODE, rows // s_q, s_q, 64, out_dtype, card)
+    return Problem(FP8_DECODE, card, rank.Request(rows // s_q, s_q, 64, out_dtype))
 
 
 def predict(
     problem: Problem, pipeline: str, row_tile: int, batch: int, seqlen: int
 ) -> tuple[float | None, str]:
-    spec = decode_spec(pipeline, row_tile, 64, problem.out_dtype)
+    spec = decode_spec(pipeline, row_tile, 64, problem.request.out_dtype)
     return verdicts.predict(problem, spec, Size(batch, seqlen))
 
 
@@ -79,7 +79,7 @@ def test_a_wish_that_is_no_key_is_refused_by_its_name(wish: dict[str, Any]) -> N
     for _ in range(2):
         chosen(16, 1)
         with pytest.raises(ValueError, match=f"^{next(iter(wish))}: expected one of") as error:
-            rank.choose(CPU, 16, 1, 64, **wish)
+            rank.choose(CPU, rank.Request(16, 1, 64, **wish))
         assert error.value.__context__ is None
 
 
@@ -91,7 +91,7 @@ def test_choice_obeys_wishes() -> None:
 
 def test_wishes_that_do_not_go_together() -> None:
     with pytest.raises(ValueError) as caught:
-        rank.choose(CPU, 16, 1, 64, pipeline="dual_wg", row_tile=16)
+        rank.choose(CPU, rank.Request(16, 1, 64, pipeline="dual_wg", row_tile=16))
     assert str(caught.value) == (
         "row_tile: expected 64 or 128 with pipeline 'dual_wg', got 16 (it puts rows on the MMA's "
         "M = 64; the nearest is row_tile=64, or leave row_tile out)"
@@ -104,7 +104,7 @@ def test_wishes_that_do_not_go_together() -> None:
 def test_choice_of_two_terms(heads: int, s_q: int, tile: int) -> None:
     """High accuracy of pipeline etap; more rows than 32 are several blocks."""
     wish = {"pipeline": "etap", "accuracy": "high"}
-    spec = rank.choose(CPU, heads, s_q, 64, out_dtype="f32", **wish)
+    spec = rank.choose(CPU, rank.Request(heads, s_q, 64, out_dtype="f32", **wish))
     assert spec == decode_spec("etap", tile, 64, "f32").replace(p_terms=2)
 
 
@@ -120,7 +120,7 @@ def test_choice_of_two_terms(heads: int, s_q: int, tile: int) -> None:
             "^row_tile: expected 16 or 32 or 64 with pipeline 'f16' and accuracy 'high', got 128",
         ),
         ({"pipeline": "dual_wg"}, "^accuracy: expected 'standard' with pipeline 'dual_wg', got h"),
-        ({"cache": "bf16"}, "^accuracy: expected 'standard' with a 16-bit cache, got high"),
+        ({"format": "bf16"}, "^accuracy: expected 'standard' with a 16-bit cache, got high"),
         (
             {"accuracy": "fast"},
             "^accuracy: expected 'standard' or 'high' with an FP8 cache on sm_90a, got fast",
@@ -130,7 +130,7 @@ def test_choice_of_two_terms(heads: int, s_q: int, tile: int) -> None:
 )
 def test_wishes_beside_high_accuracy(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        rank.choose(CPU, 16, 1, 64, **{"accuracy": "high", **wish})
+        rank.choose(CPU, rank.Request(16, 1, 64, **{"accuracy": "high", **wish}))
 
 
 def test_high_accuracy_is_exact_logits() -> None:
@@ -143,18 +143,18 @@ def test_high_accuracy_is_exact_logits() -> None:
     asked = snapmla.explain(16, card="H200", pipeline="f16")
     assert asked.chosen is not None and asked.chosen.variant == "decode_f16_r16_p64_obf16_sm90a"
     with pytest.raises(ValueError, match="^row_tile: expected 16 or 32 or 64 with pipeline 'f16'"):
-        rank.choose(CPU, 16, 1, 64, row_tile=128, pipeline="f16")
+        rank.choose(CPU, rank.Request(16, 1, 64, row_tile=128, pipeline="f16"))
     with pytest.raises(ValueError, match="^pipeline: expected 'ws' or 'pair' on sm_100a, got f16"):
-        rank.calls.choose_on(rank.card_named("B200"), 16, 1, 64, pipeline="f16")
+        rank.calls.choose_on(rank.card_named("B200"), rank.Request(16, 1, 64, pipeline="f16"))
     with pytest.raises(ValueError, match="^pipeline: expected one of 'etap', got"):
-        rank.choose(CPU, 16, 1, 64, pipeline="f17")
+        rank.choose(CPU, rank.Request(16, 1, 64, pipeline="f17"))
 
 
 def test_no_exact_logits_on_blackwell() -> None:
     """One sentence."""
     message = "^accuracy: expected 'standard' on sm_100a, got high .*nothing there has 16-bit"
     with pytest.raises(ValueError, match=message):
-        rank.calls.choose_on(rank.card_named("B200"), 16, 1, 64, accuracy="high")
+        rank.calls.choose_on(rank.card_named("B200"), rank.Request(16, 1, 64, accuracy="high"))
 
 
 def test_explain_says_what_exact_logits_cost() -> None:
@@ -194,7 +194,7 @@ def test_no_kernel_for_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("snapmla.rank.calls.card_of", lambda device: blackwell)
     monkeypatch.setattr(DecodeOp, "exists", lambda op, pipeline, arch: arch == "sm_90a")
     with pytest.raises(VariantError, match="^sm_100a: no decode kernel exists .* on sm_90a .*cpu"):
-        rank.choose(CPU, 16, 1, 64)
+        rank.choose(CPU, rank.Request(16, 1, 64))
 
 
 @pytest.fixture
@@ -208,11 +208,11 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choice_on_blackwell(blackwell: None, heads: int, s_q: int) -> None:
     """Blocks of 64 rows, whatever the rows: nothing was timed that would speak for the pair."""
     want = decode_spec("ws", 64, 64, "f32", "sm_100a")
-    assert rank.choose(CPU, heads, s_q, 64, out_dtype="f32") == want
+    assert rank.choose(CPU, rank.Request(heads, s_q, 64, out_dtype="f32")) == want
     found = snapmla.explain(heads, s_q, card="B200")
     assert found.chosen is not None and found.chosen.variant == "decode_ws_r64_p64_obf16_sm100a"
     want = decode_spec("pair", 128, 64, "f32", "sm_100a")
-    assert rank.choose(CPU, heads, s_q, 64, out_dtype="f32", pipeline="pair") == want
+    assert rank.choose(CPU, rank.Request(heads, s_q, 64, out_dtype="f32", pipeline="pair")) == want
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_wishes_that_blackwell_does_not_grant(
     blackwell: None, wish: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        rank.choose(CPU, 16, 1, wish.pop("page_size", 64), **wish)
+        rank.choose(CPU, rank.Request(16, 1, wish.pop("page_size", 64), **wish))
 
 
 def test_features_are_what_can_be_built() -> None:
@@ -280,7 +280,7 @@ def test_row_tiles_of_a_16_bit_cache(heads: int, s_q: int) -> None:
         assert found.chosen is not None and fp8.chosen is not None
         assert found.chosen.row_tile == min(fp8.chosen.row_tile, 64)
         assert found.chosen.variant == f"dense_decode_split_r{found.chosen.row_tile}_p64_df16_sm90a"
-    spec = rank.choose(CPU, heads, s_q, 16, cache="bf16")
+    spec = rank.choose(CPU, rank.Request(heads, s_q, 16, format="bf16"))
     assert (spec.page_size, spec.dtype) == (16, "bf16") and spec.cluster == spec.row_tile // 128 + 1
 
 
@@ -429,7 +429,7 @@ def test_measured_points_override_the_model() -> None:
     middle, source = predict(problem, "etap", 16, 16, 6144)
     assert source == "measured" and middle == pytest.approx((low + high) / 2)
     assert predict(problem, "etap", 16, 17, 4096)[1] == "model"
-    f32 = dataclasses.replace(problem, out_dtype="f32")
+    f32 = problem_of(16, problem.card, "f32")
     assert predict(f32, "etap", 16, 16, 4096)[1] == "model"
     h100 = dataclasses.replace(problem, card=rank.card_named("H100"))
     assert predict(h100, "etap", 16, 16, 4096)[1] == "model"
@@ -712,7 +712,7 @@ def test_another_op_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "data", lambda name: {"costs": [TOY_COSTS, *blocks]})
     card = rank.card_named("H200")
     assert card is not None
-    problem = Problem(TOY_DECODE, 64, 1, 64, "bf16", card)
+    problem = Problem(TOY_DECODE, card, rank.Request(64))
     found = verdicts.explain(problem, REFERENCE)
     assert [(v.pipeline, v.row_tile) for v in found.verdicts][:2] == [("wide", 64), ("narrow", 16)]
     assert found.chosen is not None and (found.chosen.us, found.chosen.source) == (

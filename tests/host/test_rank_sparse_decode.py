@@ -36,8 +36,7 @@ def _nothing_remembered() -> Iterator[None]:
 
 
 def problem_of(heads: int, card: str, fmt: str = "fp8", **more: int) -> SparseProblem:
-    out = "bf16"
-    return SparseProblem(SPARSE_OPS[fmt], heads, 1, ANY_PAGE, out, CARDS[card], **more)
+    return SparseProblem(SPARSE_OPS[fmt], CARDS[card], rank.Request(heads, format=fmt), **more)
 
 
 @pytest.mark.parametrize("card", ["H200", "H100 SXM"])
@@ -45,24 +44,24 @@ def problem_of(heads: int, card: str, fmt: str = "fp8", **more: int) -> SparsePr
 def test_the_least_row_tile_that_takes_all_heads_wins(card: str, fmt: str) -> None:
     """By the tables of both cards; where times are a tie, as of 32 heads, too."""
     for heads in range(1, 129):
-        spec = rank.choose_sparse(CARDS[card], heads, cache=fmt)
+        spec = rank.choose_sparse(CARDS[card], rank.Request(heads, format=fmt))
         want = next((tile for tile in (16, 32, 64) if tile >= heads), 64)
         assert (spec.op, spec.pipeline, spec.row_tile) == ("sparse_decode", PIPELINES[fmt], want)
 
 
 @pytest.mark.parametrize(("heads", "tile"), [(1, 16), (16, 16), (17, 32), (64, 32), (128, 32)])
 def test_row_tiles_of_two_terms(heads: int, tile: int) -> None:
-    spec = rank.choose_sparse(CARDS["H200"], heads, accuracy="high", pipeline="etap")
+    spec = rank.choose_sparse(CARDS["H200"], rank.Request(heads, accuracy="high", pipeline="etap"))
     assert (spec.pipeline, spec.row_tile, spec.p_terms) == ("etap", tile, 2)
 
 
 @pytest.mark.parametrize(("heads", "tile"), [(1, 16), (17, 32), (33, 64), (128, 64)])
 def test_high_accuracy_is_exact_logits(heads: int, tile: int) -> None:
     for wish in ({"accuracy": "high"}, {"pipeline": "f16"}):
-        spec = rank.choose_sparse(CARDS["H200"], heads, **wish)
+        spec = rank.choose_sparse(CARDS["H200"], rank.Request(heads, **wish))
         assert (spec.pipeline, spec.row_tile, spec.p_terms) == ("f16", tile, 1)
     assert rank.longest_item(spec) == 16384
-    assert rank.longest_item(rank.choose_sparse(CARDS["H200"], heads)) == 0
+    assert rank.longest_item(rank.choose_sparse(CARDS["H200"], rank.Request(heads))) == 0
 
 
 @pytest.mark.parametrize("size", [None, rank.Size(1, 2048), rank.Size(256, 2048)])
@@ -72,16 +71,16 @@ def test_fast_rounds_the_query_where_standard_has_64_rows(
     card: str, heads: int, size: rank.Size | None
 ) -> None:
     """Elsewhere it is standard's kernel; who names a row tile or the pipeline gets that."""
-    options: dict[str, Any] = {"cache": "fp8_ds_mla", "size": size}
-    usual = rank.choose_sparse(CARDS[card], heads, **options)
-    fast = rank.choose_sparse(CARDS[card], heads, accuracy="fast", **options)
+    options: dict[str, Any] = {"format": "fp8_ds_mla"}
+    usual = rank.choose_sparse(CARDS[card], rank.Request(heads, **options), size)
+    fast = rank.choose_sparse(CARDS[card], rank.Request(heads, accuracy="fast", **options), size)
     pipeline = "mix8" if usual.row_tile == 64 else "mix16"
     assert fast == usual.replace(pipeline=pipeline)
     wishes: tuple[dict[str, Any], ...] = (
         {"row_tile": 64, "accuracy": "fast"}, {"pipeline": "mix8"},
     )  # fmt: skip
     for wish in wishes:
-        named = rank.choose_sparse(CARDS[card], heads, **wish, **options)
+        named = rank.choose_sparse(CARDS[card], rank.Request(heads, **wish, **options), size)
         assert named.name == "sparse_decode_mix8_r64_obf16_sm90a"
 
 
@@ -111,7 +110,7 @@ def test_ties_go_to_less_padding_and_then_to_less_time(monkeypatch: pytest.Monke
 
     def chosen(heads: int) -> int:
         verdicts.judge.cache_clear()
-        return rank.choose_sparse(CARDS["H200"], heads).row_tile
+        return rank.choose_sparse(CARDS["H200"], rank.Request(heads)).row_tile
 
     tiles["etap", 64] = own.tiles["etap", 64] = costs.Tile(1.0, 1.98)
     # by tensor-core time: five blocks of 16 against three of 32 and two of 64
@@ -162,7 +161,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured(table: str) -> None:
     regrets = []
     for (pipeline, heads, tokens, entries), us in times.items():
         cache, size = "fp8" if pipeline == "etap" else "fp8_ds_mla", Size(tokens, entries)
-        spec = rank.choose_sparse(card, heads, cache=cache, size=size)
+        spec = rank.choose_sparse(card, rank.Request(heads, format=cache), size)
         parts = rank.parts_of_lists(card.sms, heads, tokens, spec)
         load = rank.Load(tokens, parts, -(-entries // spec.token_tile))
         cut = not rank.stays_whole(card, spec, load)
@@ -240,10 +239,9 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
         chosen = snapmla.explain(16, **given).chosen  # type: ignore[arg-type]
         assert chosen is None
         known = ("pipeline", "row_tile", "accuracy")
-        rank.choose_sparse(
-            CARDS["H200"], 16, cache=str(given.get("cache_dtype", "fp8")),
-            **{k: v for k, v in wish.items() if k in known},  # type: ignore[arg-type]
-        )  # fmt: skip
+        wishes: Any = {k: v for k, v in wish.items() if k in known}
+        cache = str(given.get("cache_dtype", "fp8"))
+        rank.choose_sparse(CARDS["H200"], rank.Request(16, format=cache, **wishes))
 
 
 @pytest.mark.parametrize(
@@ -263,16 +261,16 @@ def test_blackwell_has_none_of_bytes_yet(cache: str, serves: str) -> None:
     """One sentence that says what serves there today."""
     none = "^sm_100a: no kernel for sparse decode exists for this architecture yet; "
     with pytest.raises(VariantError, match=none + serves):
-        rank.choose_sparse(CARDS["B200"], 16, cache=cache)
+        rank.choose_sparse(CARDS["B200"], rank.Request(16, format=cache))
 
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 65, 128])
 def test_choice_on_blackwell(heads: int) -> None:
     """One kernel for all heads, in blocks of 64; no time of it is known."""
     card = CARDS["B200"]
-    spec = rank.choose_sparse(card, heads)
+    spec = rank.choose_sparse(card, rank.Request(heads))
     assert spec.name == "sparse_decode_ws_r64_obf16_sm100a"
-    assert rank.choose_sparse(card, heads, pipeline="ws", row_tile=64) == spec
+    assert rank.choose_sparse(card, rank.Request(heads, pipeline="ws", row_tile=64)) == spec
     found = snapmla.explain(heads, topk=2048, batch=8, card="B200", out_dtype=torch.float32)
     assert found.chosen is not None and found.chosen.us is None
     assert found.chosen.variant == "sparse_decode_ws_r64_of32_sm100a"
@@ -293,7 +291,7 @@ def test_choice_on_blackwell(heads: int) -> None:
 )
 def test_wishes_that_blackwell_does_not_grant(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        rank.choose_sparse(CARDS["B200"], 16, **wish)
+        rank.choose_sparse(CARDS["B200"], rank.Request(16, **wish))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

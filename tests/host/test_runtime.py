@@ -513,7 +513,7 @@ def test_missing_variant_names_the_nearest(
 
 
 def test_high_accuracy_that_is_not_built_says_how(folder: Path, no_jit: None) -> None:
-    spec = rank.choose(torch.device("cpu"), 16, 1, 64, accuracy="high")
+    spec = rank.choose(torch.device("cpu"), rank.Request(16, 1, 64, accuracy="high"))
     place(folder, SPEC)
     name = "decode_f16_r16_p64_obf16_sm90a"
     with pytest.raises(VariantError, match=f"^variant {name} is not built .*codegen build {name}`"):
@@ -525,7 +525,7 @@ def test_what_is_built_on_request_names_its_filter(
     folder: Path, no_jit: None, pipeline: str
 ) -> None:
     """And only that: a filter for what every wheel has would help nobody."""
-    spec = rank.choose(torch.device("cpu"), 64, 1, 64, pipeline=pipeline)
+    spec = rank.choose(torch.device("cpu"), rank.Request(64, 1, 64, pipeline=pipeline))
     with pytest.raises(VariantError) as caught:
         variants.find_or_build(spec, need_library=True)
     wheel = "make wheels ARCH=sm_90a FILTER='*,decode_dual_wg_r64_p64_obf16'"

@@ -59,7 +59,7 @@ def test_full_lists_stay_whole_where_a_merge_costs_more_than_balance(
     card = rank.card_named("H200")
     assert card is not None
     for cache in ("fp8_ds_mla", "fp8_v4"):
-        spec = rank.choose_sparse(card, 64, cache=cache, row_tile=64)
+        spec = rank.choose_sparse(card, rank.Request(64, format=cache, row_tile=64))
         assert rank.stays_whole(card, spec, rank.Load(*load)) == whole
     nobody_measured = spec.replace(pipeline="f16", cache_dtype="fp8")
     assert not rank.stays_whole(card, nobody_measured, rank.Load(*load))
@@ -70,7 +70,7 @@ def test_short_lists_are_never_cut(row_tile: int, monkeypatch: pytest.MonkeyPatc
     """V4's window of 128 tokens: whatever its lengths, no merge is launched behind decode."""
     card = rank.card_named("H200")
     assert card is not None
-    spec = rank.choose_sparse(card, row_tile, cache="fp8_v4", row_tile=row_tile)
+    spec = rank.choose_sparse(card, rank.Request(row_tile, format="fp8_v4", row_tile=row_tile))
     assert [rank.is_never_cut(card, spec, n) for n in (1, 2, 3, 10)] == [
         True,
         True,

@@ -362,7 +362,7 @@ def test_kernels_that_are_named_need_no_times(monkeypatch: pytest.MonkeyPatch) -
         directory = variants.find_or_build(spec, need_library=False).directory
         assert selfcheck.check(spec, directory).passed
     with pytest.raises(AssertionError, match="is read"):
-        rank.choose_sparse(rank.card_named("H200"), 16)
+        rank.choose_sparse(rank.card_named("H200"), rank.Request(16))
 
 
 def test_the_page_explains_what_may_survive() -> None:

@@ -19,6 +19,7 @@ from snapmla.integrations.findings import Finding, card
 from snapmla.integrations.vllm import heads, refuse, surface
 from snapmla.rank.calls import choose_sparse
 from snapmla.rank.cards import cards
+from snapmla.rank.decode import Request
 from snapmla.runtime import env
 from snapmla.tools import info
 
@@ -102,7 +103,7 @@ def needed(arch: str) -> list[VariantSpec]:
 def needed_sparse() -> list[VariantSpec]:
     """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
     card = next(card for card in cards() if card.arch == ROWS)
-    tiles = (choose_sparse(card, count, cache=FORMAT) for count in (16, 32, 64, 128))
+    tiles = (choose_sparse(card, Request(count, format=FORMAT)) for count in (16, 32, 64, 128))
     return [
         VariantSpec(op="append_kv", arch=ROWS, index_dtype="i64", cache_dtype=FORMAT),
         VariantSpec(op="plan_decode", arch=ROWS),

@@ -34,6 +34,7 @@ from snapmla.integrations import flashmla_switch
 from snapmla.integrations.vllm import surface
 from snapmla.rank.calls import choose_sparse
 from snapmla.rank.cards import Card, card_of
+from snapmla.rank.decode import Request
 from snapmla.runtime import variants
 
 # of queries that vLLM's own kernel in front of V4's attention writes
@@ -111,7 +112,7 @@ def served(heads: int, cache: str) -> bool:
     card = _card()
     if card is None or card.arch != flashmla_switch.SERVED:
         return False
-    spec = choose_sparse(card, heads, cache=cache)
+    spec = choose_sparse(card, Request(heads, format=cache))
     return variants.find(spec) is not None or variants.jit_refusal() is None
 
 
