@@ -220,12 +220,19 @@ class ContextGroup:
 
     # --------------------------------------------------------------------------- a step
 
-    def workspace_bytes(self, *tokens: int, cache_dtype: str | torch.dtype = "fp8") -> int:
+    def workspace_bytes(
+        self,
+        *tokens: int,
+        cache_dtype: str | torch.dtype = checks.UNSAID,
+        format: str | torch.dtype | None = None,
+    ) -> int:
         """Bytes of the buffers of a step of this shape, beside its decode plan.
 
         Args:
             tokens: (b, s_q), or one number, total_q, with ragged queries.
-            cache_dtype: ``fp8``, or torch.bfloat16.
+            format: of the cache: ``fp8`` (the default), or ``bf16`` (torch.bfloat16).
+            cache_dtype: older name of ``format``, which takes 16 bits as torch's dtype alone; give
+                one of the two.
 
         Returns:
             The least ``workspace`` for ``plan_decode``; of a smaller step it is smaller.
@@ -240,19 +247,22 @@ class ContextGroup:
         if len(tokens) not in (1, 2):
             checks.value_error("tokens", "b and s_q, or total_q alone", tokens)
         arena = Arena()
-        Buffers(self, self._rows(tokens), self._kind(cache_dtype), arena)
+        Buffers(self, self._rows(tokens), self._kind(format, cache_dtype), arena)
         return arena.used
 
     def _rows(self, tokens: tuple[int, ...]) -> Rows:
         return Rows(tokens, self.size, self.own_heads, self.transport)
 
-    def _kind(self, cache_dtype: str | torch.dtype) -> str:
-        record = FORMATS.get(cache_dtype) if isinstance(cache_dtype, str) else None
+    def _kind(self, format: str | torch.dtype | None, cache_dtype: str | torch.dtype) -> str:
+        """Name of the cache's format, given by either argument; checks it."""
+        argument, value = checks.given_format(format, cache_dtype)
+        record = FORMATS.get(value) if isinstance(value, str) else None
         if record is None or not record.named:  # else it is none of ours
-            name = checks.format_named(checks.cache_dtype(cache_dtype))
+            rows = () if format is None else ("bf16",)
+            name = checks.format_named(checks.cache_dtype(value, argument, rows))
             if name in ("fp8", "bf16"):
                 return name
-        checks.value_error("cache_dtype", "'fp8' or torch.bfloat16", cache_dtype)
+        checks.value_error(argument, "'fp8' or torch.bfloat16", value)
 
     def plan_decode(
         self,
@@ -265,7 +275,8 @@ class ContextGroup:
         total_q: int | None = None,
         plans: PlanCache | None = None,
         workspace: Tensor | None = None,
-        cache_dtype: str | torch.dtype = "fp8",
+        cache_dtype: str | torch.dtype = checks.UNSAID,
+        format: str | torch.dtype | None = None,
         **options: Any,
     ) -> ContextPlan:
         """Plans a step of this rank's decode and takes its buffers; no collective.
@@ -284,7 +295,9 @@ class ContextGroup:
                 plan is then shared by all plans of this shape.  None makes one.
             workspace: uint8 (bytes,), ``workspace_bytes`` or more, 256-byte aligned; steps that
                 follow each other on one stream may share it.  None allocates.
-            cache_dtype: ``fp8``, or torch.bfloat16.
+            format: of the cache: ``fp8`` (the default), or ``bf16`` (torch.bfloat16).
+            cache_dtype: older name of ``format``, which takes 16 bits as torch's dtype alone; give
+                one of the two.
             options: of ``snapmla.plan_decode`` (``fixed_split_tokens``, ``accuracy`` and so on),
                 without ``plans``.
 
@@ -298,7 +311,8 @@ class ContextGroup:
         Source: our own.
         """
         checks.lengths(cache_seqlens, "b")
-        kind, device, batch = self._kind(cache_dtype), cache_seqlens.device, len(cache_seqlens)
+        kind = self._kind(format, cache_dtype)
+        device, batch = cache_seqlens.device, len(cache_seqlens)
         queries = checked_queries(batch, self.num_heads, s_q, cu_seqlens_q, total_q)
         tokens = (queries.total_q,) if queries.s_q is None else (batch, queries.s_q)
         if cu_seqlens_q is not None:
@@ -316,7 +330,7 @@ class ContextGroup:
         made: DecodePlan
         if plans is None:
             made = plan_decode(
-                local, self.num_heads, s_q, page_size=page_size, cache_dtype=cache_dtype,
+                local, self.num_heads, s_q, page_size=page_size, format=kind,
                 **shape, **options,
             )  # fmt: skip
         else:
@@ -415,7 +429,7 @@ class ContextGroup:
         expect_cache(cache)
         if cache.format != plan.plan.cache_dtype:
             wanted = f"one of format {plan.plan.cache_dtype!r}, as plan"
-            hint = "ContextGroup.plan_decode(cache_dtype=) is 'fp8' or torch.bfloat16"
+            hint = "ContextGroup.plan_decode(format=) is 'fp8' or torch.bfloat16"
             checks.value_error("cache", wanted, repr(cache.format), hint)
         if not math.prod(plan.tokens):
             return out, lse

@@ -228,9 +228,10 @@ def explain(
     pipeline: str | None = None,
     row_tile: int | None = None,
     accuracy: str = STANDARD,
-    cache_dtype: str | torch.dtype = DEFAULT,
+    cache_dtype: str | torch.dtype = checks.UNSAID,
     num_kv_heads: int = 1,
     topk: int | None = None,
+    format: str | torch.dtype | None = None,
 ) -> Explanation:
     """Every candidate for a decode call: predicted time, roof, and why it is used or not.
 
@@ -248,9 +249,9 @@ def explain(
         pipeline, row_tile: as given to ``plan_decode``.
         accuracy: ``standard``, or ``high`` for kernels with exact logits; the text then says what
             they cost.  Of sparse decode over ``fp8_ds_mla`` also ``fast``.
-        cache_dtype, num_kv_heads: of the cache, as given to ``plan_decode``.
+        format, cache_dtype, num_kv_heads: of the cache, as given to ``plan_decode``.
         topk: of sparse decode, entries of a query token's row of ``indices``: the call is then
-            ``decode(..., indices=)`` by a plan of ``plan_sparse_decode``, ``cache_dtype`` is
+            ``decode(..., indices=)`` by a plan of ``plan_sparse_decode``, ``format`` is
             ``fp8`` or ``fp8_ds_mla``, ``page_size`` and ``seqlen`` count for nothing, and the
             result's ``batch`` is that of query tokens, its ``seqlen`` this.
 
@@ -267,6 +268,7 @@ def explain(
 
     Source: roof and tile counts follow the SnapMLA paper's Eq. 7.
     """
+    name, value = checks.given_format(format, cache_dtype)
     checks.num_heads(num_heads)
     checks.s_q(s_q)
     request = Request(
@@ -276,11 +278,12 @@ def explain(
         checks.integer("num_kv_heads", num_kv_heads, 1, 1)
         tokens = checks.integer("batch", batch, 1) * s_q
         size = Size(tokens, checks.integer("topk", topk, 1))
-        where, cache = find_card(device, card), sparse_cache_name(cache_dtype)
+        where, cache = find_card(device, card), sparse_cache_name(value, name)
         out = _out_name(cache, out_dtype)
         request = request._replace(s_q=1, page_size=ANY_PAGE, format=cache, out_dtype=out)
         return verdicts.explain(_sparse_problem(where, request, size), size)
-    cache = checks.format_named(checks.cache_dtype(cache_dtype, more=tuple(RECORD_OPS)))
+    rows = () if format is None else DENSE_DECODE.family.formats  # 16 bits by name
+    cache = checks.format_named(checks.cache_dtype(value, name, (*rows, *RECORD_OPS)))
     checks.page_size_of(cache, page_size)
     checks.kv_heads(num_kv_heads, num_heads, cache)
     checks.integer("batch", batch, 1)

@@ -13,6 +13,7 @@ import torch
 
 import snapmla
 from snapmla import checks
+from snapmla.parallel.group import ContextGroup
 from tests.support.needs import needs_kernels
 
 HEADS = 16
@@ -81,6 +82,38 @@ def test_a_wrong_format_is_named_as_it_was_given(make: Callable[..., Any]) -> No
     for name in ("format", "cache_dtype"):
         with pytest.raises(ValueError, match=f"^{name}: expected one of 'fp8'.*got 'fp9'"):
             make(**{name: "fp9"})
+
+
+@pytest.mark.parametrize("topk", [None, 64])
+def test_explain(topk: int | None) -> None:
+    """It takes both names, refuses them together, and names a wrong one as it was given."""
+
+    def told(**kind: Any) -> str:
+        return str(snapmla.explain(HEADS, card="H200", topk=topk, **kind))
+
+    for kind in ("fp8", "fp8_ds_mla") if topk else ("fp8", "fp8_ds_mla", torch.bfloat16):
+        assert told(format=kind) == told(cache_dtype=kind)
+    assert told() == told(format="fp8")
+    if topk is None:
+        assert told(format="bf16") == told(cache_dtype=torch.bfloat16) != told()
+    with pytest.raises(ValueError, match=BOTH):
+        told(format="fp8", cache_dtype="fp8")
+    for name in ("format", "cache_dtype"):
+        with pytest.raises(ValueError, match=f"^{name}: expected one of 'fp8'.*got 'fp9'"):
+            told(**{name: "fp9"})
+
+
+def test_a_group_takes_both_names() -> None:
+    kind = ContextGroup._kind
+    for given in ("fp8", torch.bfloat16):
+        assert kind(None, given, checks.UNSAID) == kind(None, None, given)  # type: ignore[arg-type]
+    assert kind(None, "bf16", checks.UNSAID) == "bf16"  # type: ignore[arg-type]
+    assert kind(None, None, checks.UNSAID) == "fp8"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=BOTH):
+        kind(None, "fp8", "fp8")  # type: ignore[arg-type]
+    for name, given in (("format", ("fp8_ds_mla", checks.UNSAID)), ("cache_dtype", (None, "fp9"))):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            kind(None, *given)  # type: ignore[arg-type]
 
 
 def test_signatures_only_grew() -> None:
