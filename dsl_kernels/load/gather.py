@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..blocks import budget as bud
 from ..blocks import compat
@@ -93,12 +93,76 @@ class TokenLists(WorkList):
             count = cutlass.min(work.row_limits[token], count)
         return work.block_table[b, s, None], count
 
+    def entry(self, row, tile, ahead):
+        """This lane's entry of the table for a tile, as it is there."""
+        return row[compat.at_most(tile * self.tile + ahead, row.shape[0] - 1)]
+
+    @cute.jit
+    def place(self, entry, tile, ahead, count, tokens):
+        """(page, offset) of the token that an entry names; page -1 if it names none."""
+        page, offset = divmod(cutlass.max(entry, 0), tokens.by_page)
+        named = self.is_named(entry, tile, ahead, count, tokens)
+        return Int32(cutlass.select_(named, page, Int32(-1))), offset
+
+    def is_named(self, entry, tile, ahead, count, tokens):
+        """Return true if ``entry`` is a token of the pool and its place in the row is below
+        ``count``."""
+        named = compat.unsigned(entry) < compat.unsigned(tokens.count)
+        return named & (tile * self.tile + ahead < count)
+
+    def walk(self, row, tile, lane):
+        """State of an announcer that begins at a tile: entries of the lane's two places, and 0."""
+        return *self.two_entries(row, tile, lane), Float32(0.0)
+
+    def walked(self, state, row, count, tile, lane, tokens, wait, on_full):
+        """The state behind a tile: ``wait()`` returns when the tile has landed, ``on_full(named,
+        top)`` is told which of the lane's two places hold tokens, and returns the next ``top``.
+
+        The next tile's entries are asked for in front of the wait.
+        """
+        low, high, top = state
+        named = (
+            self.is_named(low, tile, 2 * lane, count, tokens),
+            self.is_named(high, tile, 2 * lane + 1, count, tokens),
+        )
+        following = self.two_entries(row, tile + 1, lane)
+        wait()
+        return *following, on_full(named, top)
+
+    def two_entries(self, row, tile, lane):
+        """Entries of the lane's two places of a tile."""
+        return self.entry(row, tile, 2 * lane), self.entry(row, tile, 2 * lane + 1)
+
+    def pool(self, tensors):
+        """``Pool`` of the one tensor of a cache of bytes."""
+        (rows,) = tensors
+        pages, page_size, _ = rows.shape
+        return Pool(rows, pages * page_size, compat.fast_divisor(page_size))
+
     def place_of(self, work, token, batch):
         """(b, s) of a query token of sequence ``batch`` in the table, inside it whatever the work
         tile says: without the division, which is in front of a work tile's first load."""
         b_q, s_q, _ = work.block_table.shape
         b = Int32(cutlass.select_(Int32(b_q) > 1, batch, Int32(0)))  # ragged ones are one row
         return b, compat.at_most(token - b * s_q, s_q - 1)
+
+
+class Pool(NamedTuple):
+    """A cache of bytes as a work list's ``pool`` gives it to the kernel.
+
+    Attributes:
+        rows: u8 (pages, P, bytes of a token): 656 of ``fp8_ds_mla``.
+        count: how many an entry can name: tokens of the pool, or its pages (``AnyPages``).
+        by_page: divisor by P.
+    """
+
+    rows: Any
+    count: Int32
+    by_page: compat.FastDivisor
+
+    def memory(self, _second):
+        """(address, bytes from a page to the next, P) of the cache."""
+        return Int64(self.rows.iterator.toint()), Uint32(self.rows.stride[0]), self.rows.shape[1]
 
 
 class Tokens(NamedTuple):
@@ -173,6 +237,7 @@ class GatherRows:
     """Barriers and warps of a loader of tokens (``loader.Loader``), for the FP8 cache.
 
     Attributes:
+        work: the work list, which says what names tokens (``TokenLists.entry``, ``place``).
         stages, q_stages: KV tiles, Q tiles in flight; 0: Q tiles are in the KV ring.
         readers: who frees a KV stage.
         by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
@@ -277,7 +342,7 @@ class GatherRows:
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, begin, last, _ = self.work.work_tile_at(work, i)
             row, count = self.work.row_of_table(work, call, i, batch)
-            entry = self._entry(row, begin, ahead)
+            entry = self.work.entry(row, begin, ahead)
             if const_expr(self.q_stages == 0):
                 if const_expr(tile_of_q is not None):
                     tile_of_q(i, batch, kst)
@@ -291,8 +356,8 @@ class GatherRows:
                 elif i == span[0]:
                     tile_of_q(i, batch, qst)
             for tile in cutlass.range(begin, last, unroll=1):
-                page, offset = self._place(entry, tile, ahead, count, tokens)
-                entry = self._entry(row, tile + 1, ahead)
+                page, offset = self.work.place(entry, tile, ahead, count, tokens)
+                entry = self.work.entry(row, tile + 1, ahead)
                 if const_expr(late):  # noqa: SIM102 (only this is at compile time)
                     if (i != span[0]) & (tile == begin + self.stages):
                         tile_of_q(i, batch, qst)
@@ -313,18 +378,6 @@ class GatherRows:
     def _wait_free(self, st, k_pipe, kst, first):
         """Wait until a stage may be filled, from its group ``first`` on."""
         k_pipe.sync_object_empty.wait(kst.index, kst.phase)
-
-    def _entry(self, row, tile, ahead):
-        """This lane's entry of the table for a tile, as it is there."""
-        return row[compat.at_most(tile * self.work.tile + ahead, row.shape[0] - 1)]
-
-    @cute.jit
-    def _place(self, entry, tile, ahead, count, tokens):
-        """(page, offset) of the token that an entry names; page -1 if it names none."""
-        page, offset = divmod(cutlass.max(entry, 0), tokens.by_page)
-        named = compat.unsigned(entry) < compat.unsigned(tokens.count)
-        named = named & (tile * self.work.tile + ahead < count)
-        return Int32(cutlass.select_(named, page, Int32(-1))), offset
 
     def _targets(self, st, first, lane):
         """Shared addresses, in stage 0, of what this thread copies of its warp's first rows: of

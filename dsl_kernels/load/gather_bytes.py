@@ -26,15 +26,14 @@ until this one has landed | proxy fence | ``on_full`` | full
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from ..blocks import budget as bud
-from ..blocks import compat
 from ..blocks.barriers import Ring
 from .gather import ANNOUNCER, CHUNK, Q_WARP, GatherRows, Plane, TokenLists
 from .gather import GROUPS as THIRDS
@@ -44,20 +43,6 @@ if TYPE_CHECKING:
     from ..formats.format import Format
 
 HALVES = {0: (0, 4), Q_WARP: (4, 6), 3: (6, 8)}  # groups by warp, the first half one's
-
-
-class ByteRows(NamedTuple):
-    """The cache as ``GatherBytes.source`` gives it to the kernel.
-
-    Attributes:
-        rows: u8 (pages, P, bytes of a token): 656 of ``fp8_ds_mla``.
-        count: tokens of the pool, or its pages if entries name pages (``FromPages.source``).
-        by_page: divisor by P.
-    """
-
-    rows: Any
-    count: Int32
-    by_page: compat.FastDivisor
 
 
 class GatherBytes(GatherRows):
@@ -119,10 +104,8 @@ class GatherBytes(GatherRows):
         cute.arch.mbarrier_wait(barrier, kst.phase)
 
     def source(self, tensors, layouts):
-        """``ByteRows`` of the one tensor."""
-        (rows,) = tensors
-        pages, page_size, _ = rows.shape
-        return ByteRows(rows, pages * page_size, compat.fast_divisor(page_size))
+        """The cache as the work list's ``pool`` has it."""
+        return self.work.pool(tensors)
 
     def _planes(self, cache, lane):
         """``Plane`` of content, RoPE, scales."""
@@ -160,20 +143,14 @@ class GatherBytes(GatherRows):
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.work_tile_at(feed.work, i)
             row, count = self.work.row_of_table(feed.work, feed.call, i, batch)
-            low, high = self._entry(row, first, 2 * lane), self._entry(row, first, 2 * lane + 1)
+            state = self.work.walk(row, first, lane)
             tile_of_q(i, batch, qst)
             qst.advance()
-            top = Float32(0.0)
             for tile in cutlass.range(first, last, unroll=1):
-                named = (
-                    self._is_named(low, tile, 2 * lane, count, tokens),
-                    self._is_named(high, tile, 2 * lane + 1, count, tokens),
-                )
-                low = self._entry(row, tile + 1, 2 * lane)
-                high = self._entry(row, tile + 1, 2 * lane + 1)
-                self.landed.wait_full(feed.st, kst.index, kst.phase)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                top = on_full(kst.index, named, top)
+                state = self.work.walked(
+                    state, row, count, tile, lane, tokens, lambda: self._wait_landed(feed.st, kst),
+                    lambda named, top: on_full(kst.index, named, top),
+                )  # fmt: skip
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(feed.k_pipe.producer_get_barrier(kst))
@@ -181,8 +158,7 @@ class GatherBytes(GatherRows):
             if i + 1 < span[1]:
                 ahead(i + 1)
 
-    def _is_named(self, entry, tile, ahead, count, tokens):
-        """Return true if ``entry`` is a token of the pool and its place in the row is below
-        ``count``."""
-        named = compat.unsigned(entry) < compat.unsigned(tokens.count)
-        return named & (tile * self.work.tile + ahead < count)
+    def _wait_landed(self, st, kst) -> None:
+        """Wait until a tile has landed; behind a proxy fence."""
+        self.landed.wait_full(st, kst.index, kst.phase)
+        cute.arch.fence_proxy("async.shared", space="cta")

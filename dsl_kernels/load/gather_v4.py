@@ -1,4 +1,5 @@
-"""The ring of KV tiles, gathered from DeepSeek V4's pages (v4.py): a loader (loader.py).
+"""The ring of KV tiles, gathered from DeepSeek V4's pages (v4.py) and V4.1's (v41.py): loaders
+(loader.py).
 
 As gather_bytes.py's, but for what follows.
 
@@ -8,7 +9,11 @@ come first, as many as a whole row of it has; entries from ``topk_length`` on na
 some tiles may have none.  A call without a second cache gives the first cache again, and a second
 list of no entries.
 
-Two planes.  A page has data, then scales.  A token has 448 channels of content: three lines and a
+Planes.  Scales are in a plane of their own, behind a page's data, or behind a token's content:
+byte orders that differ in where the planes begin.  A token of V4.1's is 512 bytes of content and 16
+of scales; there is no RoPE beside it.
+
+V4's tokens.  A token has 448 channels of content: three lines and a
 half of 128 bytes.  The half lines of a tile lie behind its lines, as rows of 64 bytes with a
 swizzle of their own: chunk c of token t at c ^ (t / 2 % 4), so that eight tokens' chunks are in
 eight places of the 32 banks.
@@ -39,7 +44,7 @@ SECOND = 1 << 30
 
 
 class TwoPools(NamedTuple):
-    """Both caches as ``GatherTwo.source`` gives them to the kernel.
+    """Both caches as ``TwoLists.pool`` gives them to the kernel.
 
     Attributes:
         rows, extra_rows: u8 (pages, P, bytes of a token).
@@ -53,6 +58,16 @@ class TwoPools(NamedTuple):
     extra_rows: Any
     extra_count: Int32
     extra_by_page: compat.FastDivisor
+
+    def memory(self, second):
+        """(address, bytes from a page to the next, P) of the cache that ``second`` says."""
+        rows, extra = self.rows, self.extra_rows
+        first = cutlass.select_(
+            second, Int64(extra.iterator.toint()), Int64(rows.iterator.toint())
+        )  # fmt: skip
+        page = Uint32(cutlass.select_(second, Uint32(extra.stride[0]), Uint32(rows.stride[0])))
+        p = Int32(cutlass.select_(second, Int32(extra.shape[1]), Int32(rows.shape[1])))
+        return Int64(first), page, p
 
 
 class Lists(NamedTuple):
@@ -97,27 +112,13 @@ class TwoLists(TokenLists):
         lists = Lists(work, b, s, tiles, count, extra)  # addresses of two rows would spill
         return lists, lists
 
-
-class GatherTwo(GatherBytes):
-    """``GatherBytes`` of two caches of one format."""
-
-    # ---------------------------------------------------------------- lists
-
-    def source(self, tensors, layouts):
-        """``TwoPools`` of both caches."""
-        found = []
-        for rows in tensors:
-            pages, page_size, _ = rows.shape
-            found += [rows, pages * page_size, compat.fast_divisor(page_size)]
-        return TwoPools(*found)
-
     @cute.jit
-    def _entry(self, lists, tile, ahead):
+    def entry(self, lists, tile, ahead):
         """This lane's entry for a tile; -1 where none counts."""
         second = tile >= lists.tiles
-        place = tile * self.work.tile + ahead
+        place = tile * self.tile + ahead
         if second:
-            place -= lists.tiles * self.work.tile
+            place -= lists.tiles * self.tile
         entry = Int32(-1)
         if place < Int32(cutlass.select_(second, lists.extra_count, lists.count)):
             if second:
@@ -126,41 +127,47 @@ class GatherTwo(GatherBytes):
                 entry = lists.work.block_table[lists.b, lists.s, place]
         return entry
 
-    def _place(self, entry, tile, ahead, lists, tokens):
+    def place(self, entry, tile, ahead, lists, tokens):
         """(page, offset) of the token that an entry names; page -1 if it names none."""
         second, own = tile >= lists.tiles, cutlass.max(entry, 0)
         page, offset = divmod(own, tokens.by_page)
         extra_page, extra_offset = divmod(own, tokens.extra_by_page)
         page = Int32(cutlass.select_(second, extra_page, page))
         offset = Int32(cutlass.select_(second, extra_offset + SECOND, offset))
-        named = self._is_named(entry, tile, ahead, lists, tokens)
+        named = self.is_named(entry, tile, ahead, lists, tokens)
         return Int32(cutlass.select_(named, page, Int32(-1))), offset
 
-    def _is_named(self, entry, tile, ahead, lists, tokens):
+    def is_named(self, entry, tile, ahead, lists, tokens):
         """Return true if ``entry`` is a token of its pool, the second one for tiles of the second
-        list.  Behind a list's end ``_entry`` gives -1, which is no token."""
+        list.  Behind a list's end ``entry`` gives -1, which is no token."""
         count = cutlass.select_(tile >= lists.tiles, tokens.extra_count, tokens.count)
         return compat.unsigned(entry) < compat.unsigned(Int32(count))
 
-    # ---------------------------------------------------------------- rows
+    def pool(self, tensors):
+        """``TwoPools`` of both caches."""
+        found = []
+        for rows in tensors:
+            pages, page_size, _ = rows.shape
+            found += [rows, pages * page_size, compat.fast_divisor(page_size)]
+        return TwoPools(*found)
+
+
+class GatherPlanes(GatherBytes):
+    """``GatherBytes`` of tokens whose data and scales are planes, as their format says: V4.1's,
+    whose lines of content lie as those of 656-byte rows do."""
 
     def _planes(self, cache, lane):
-        """(``TwoPools``, bytes from a line's first to this lane's)"""
+        """(the pool, bytes from a line's first to this lane's)"""
         return cache.source, (lane % 8 if self.by_lines else lane) * CHUNK
 
     def _planes_of(self, pools, second, of_line):
         """``Plane`` of data and of scales of one cache: tokens lie apart as their planes say."""
         scale = self.format.scale
         data, scales = self.format.planes[0], self.format.planes[scale.plane]
-        rows, extra = pools.rows, pools.extra_rows
-        first = cutlass.select_(
-            second, Int64(extra.iterator.toint()), Int64(rows.iterator.toint())
-        )  # fmt: skip
-        page = Uint32(cutlass.select_(second, Uint32(extra.stride[0]), Uint32(rows.stride[0])))
-        p = Int32(cutlass.select_(second, Int32(extra.shape[1]), Int32(rows.shape[1])))
+        first, page, p = pools.memory(second)
         return (
-            Plane(Int64(first) + of_line, page, Uint32(data)),
-            Plane(self._first_scale(Int64(first), p), page, Uint32(scales)),
+            Plane(first + of_line, page, Uint32(data)),
+            Plane(self._first_scale(first, p), page, Uint32(scales)),
         )
 
     def _first_scale(self, first, p):
@@ -170,9 +177,16 @@ class GatherTwo(GatherBytes):
             first = first + Int64(p) * self.format.begins(plane)
         return first + self.format.scale.at if self.format.scale.at else first
 
+    def _copy(self, to, planes, stage, page, offset, groups, lane):
+        """A warp's rows of a tile: the lanes hold (page, offset) of theirs, all of one cache."""
+        pools, of_line = planes
+        data, scales = self._planes_of(pools, offset >= SECOND, of_line)
+        own = offset & Int32(SECOND - 1)
+        super()._copy(to, (data, data, scales), stage, page, own, groups, lane)
 
-class GatherV4(GatherTwo):
-    """``GatherTwo`` of V4's pages."""
+
+class GatherV4(GatherPlanes):
+    """``GatherPlanes`` of V4's tokens."""
 
     def _targets(self, st, first, lane):
         """The base class' and, last, where the half line of the first of four rows goes."""

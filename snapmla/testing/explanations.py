@@ -45,7 +45,7 @@ ROLES: dict[str, Place] = {
     "O freed by one lane": Place(("*",), "# one lane frees O for all"),
     "clearing of V": Place(("TokenScales.*", "LatentValues.clear")),
     "producer of Q": Place(("QTiles.*",)),
-    "announcer of gathered rows": Place(("GatherBytes.*", "FromPages.*")),
+    "announcer of gathered rows": Place(("GatherBytes.*",)),
     "Q.K over bytes": Place(("MixSoftmax", "MixSoftmax.*")),
     "Q.K over FP8 in 16 bits": Place(("F16Softmax", "F16Softmax.*")),
     "P.V over bytes": Place(("ProductsOfV", "ProductsOfV.*")),

@@ -161,7 +161,7 @@ class Gather4(GatherRows):
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, begin, last, _ = self.work.work_tile_at(work, i)
             row, count = self.work.row_of_table(work, call, i, batch)
-            entry = self._entry(row, begin, ahead)
+            entry = self.work.entry(row, begin, ahead)
             bar = k_pipe.producer_get_barrier(kst)
             if const_expr(tile_of_q is not None):
                 tile_of_q(i, batch, kst)
@@ -172,8 +172,8 @@ class Gather4(GatherRows):
             arrive_landed(bar)  # of no copies: to keep count
             kst.advance()
             for tile in cutlass.range(begin, last, unroll=1):
-                page, offset = self._place(entry, tile, ahead, count, cache.source)
-                entry = self._entry(row, tile + 1, ahead)
+                page, offset = self.work.place(entry, tile, ahead, count, cache.source)
+                entry = self.work.entry(row, tile + 1, ahead)
                 k_pipe.sync_object_empty.wait(kst.index, kst.phase)
                 self._note_rows(st, kst.index, ahead, page, offset, cache.source)
                 self._copy_scale(st, kst.index, ahead, page, offset, scale)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...entry.entries import PagedBytesEntry
-from ...load.gather_pages import AnyPages, GatherPages
+from ...load.gather_pages import AnyPages
 from ..decode import Decode
 from . import mix16, mix16_nope
 from .mix16_content import ContentParts, ContentSoftmax, infeasible_because
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def parts_of(spec: VariantSpec) -> ContentParts:
     """Make the pipeline's components: ``ContentParts`` of pages, with limits of rows."""
     return mix16.parts_of(
-        spec, ContentParts, work=AnyPages, loader=GatherPages, quiet=QuietGroups,
+        spec, ContentParts, work=AnyPages, quiet=QuietGroups,
         limits=RowLimits(spec.row_tile),
     )  # fmt: skip
 

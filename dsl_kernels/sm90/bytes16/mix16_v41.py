@@ -28,8 +28,7 @@ from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.v41 import GROUP, SCALES
 from ...load.gather import CHUNK
-from ...load.gather_v4 import TwoLists
-from ...load.gather_v41 import GatherV41
+from ...load.gather_v4 import GatherPlanes, TwoLists
 from ..decode import Decode
 from . import mix16
 from .mix16_content import ContentParts, ContentSoftmax, budget_of, infeasible_because
@@ -103,7 +102,7 @@ class Mix16V41(mix16.Mix16):
 
 def parts_of(spec: VariantSpec, **members: Any) -> ContentParts:
     """Make the pipeline's components; ``members`` replace the defaults, which are for lists."""
-    own = {"work": TwoLists, "loader": GatherV41, "scales": V41_SCALES}
+    own = {"work": TwoLists, "loader": GatherPlanes, "scales": V41_SCALES}
     return mix16.parts_of(spec, ContentParts, **{**own, **members})
 
 

@@ -2,7 +2,7 @@
 by block table, pipeline ``mix16``.
 
 As mix16_v41.py, whose roles and shared memory these are, behind the loader of pages
-(load/gather_pages_two.py); mix16_pages.py says what rows of several query tokens do not see.
+(load/gather_pages.py); mix16_pages.py says what rows of several query tokens do not see.
 
 Tokens that are not finite, of which some rows see nothing.  A token with a scale of byte 255 is NaN
 by its log2 (mix16_powers.py).  Of such a group content is cleared: 32 channels, a quarter of a
@@ -25,8 +25,6 @@ from ...formats.dims import KV_LORA_RANK as D
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.v41 import GROUP
 from ...load.gather_pages import AnyPages
-from ...load.gather_pages_two import of_pages
-from ...load.gather_v41 import GatherV41
 from ..decode import Decode
 from . import mix16_v41
 from .mix16_content import ContentParts, budget_of, infeasible_because
@@ -86,7 +84,6 @@ def parts_of(spec: VariantSpec) -> ContentParts:
     """Make the pipeline's components: mix16_v41.py's, but of pages, with limits of rows."""
     return mix16_v41.parts_of(
         spec,
-        loader=of_pages(GatherV41),
         work=AnyPages,
         quiet=QuietV41,
         limits=RowLimits(spec.row_tile),

@@ -1,7 +1,7 @@
 """Dense MLA decode for SM90 over DeepSeek V4's pages of 584 bytes a token, pipeline ``mix16``.
 
 As mix16_v4.py, whose roles and shared memory these are, behind the loader of pages
-(load/gather_pages_two.py); mix16_pages.py says what rows of several query tokens do not see.
+(load/gather_pages.py); mix16_pages.py says what rows of several query tokens do not see.
 
 Tokens that are not finite, of which some rows see nothing.  A token with a scale of byte 255 is NaN
 by its log2 (mix16_powers.py).  Of such a group content is cleared, and the token's RoPE channels,
@@ -22,8 +22,7 @@ from ...formats.dims import QK_ROPE_HEAD_DIM as R
 from ...formats.dims import TOKEN_TILE as TILE
 from ...formats.v4 import GROUPS
 from ...load.gather_pages import AnyPages
-from ...load.gather_pages_two import of_pages
-from ...load.gather_v4 import LINES, GatherV4
+from ...load.gather_v4 import LINES
 from ..decode import Decode, infeasible
 from . import mix16, mix16_v4
 from .mix16_limits import RowLimits
@@ -49,9 +48,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def build(spec: VariantSpec):
     parts = mix16.parts_of(
-        spec, V4Parts, work=AnyPages, loader=of_pages(GatherV4), quiet=QuietV4,
-        limits=RowLimits(spec.row_tile),
-    )  # fmt: skip
+        spec, V4Parts, work=AnyPages, quiet=QuietV4, limits=RowLimits(spec.row_tile)
+    )
     decode = Decode(spec, ProductsOfV4(parts, V4Softmax(parts), budget(spec)))
     return PagedBytesEntry.exported(decode)
 
