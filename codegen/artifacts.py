@@ -49,7 +49,7 @@ def is_checkout() -> bool:
 
 
 def default_dir() -> Path:
-    """First folder that the runtime searches: ``snapmla.env.compile_dir()``, without torch.
+    """First folder that the runtime searches: ``snapmla.runtime.env.compile_dir()``, without torch.
 
     ``$SNAPMLA_VARIANT_DIR``, else ``build/variants`` of a checkout, else the user's cache.
     Raises RuntimeError that says what to set if there is none of these.
@@ -168,7 +168,7 @@ class Record:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """SHA-256 of a record's contents.  ``snapmla.runtime``, which lacks codegen, has a copy."""
+    """SHA-256 of a record's contents.  ``snapmla.runtime.variants`` has a copy of this."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 

@@ -30,7 +30,7 @@ from codegen.artifacts import ROOT, VERSION, Record
 from dsl_kernels.spec import VariantSpec
 
 LIMIT = 75_000_000  # bytes, unpacked
-RECORDS = "bundle.json"  # as snapmla.runtime reads it
+RECORDS = "bundle.json"  # as snapmla.runtime.variants reads it
 HOST_FILES = ("**/*.py", "data/*.json", "py.typed")  # of snapmla/
 # what runs variants on the software GPU
 NOT_PACKED = ("selfcheck.py", "installed.py", "on_card.py", "__main__.py")
@@ -182,7 +182,7 @@ def copy_names(root: Path) -> None:
 
 
 def _copy(root: Path, source: str, patterns: tuple[str, ...]) -> None:
-    """Copies a package's files that match below ``root``, but for ``NOT_PACKED``."""
+    """Copies a package's files that match ``patterns`` to ``root``, but for ``NOT_PACKED``."""
     for pattern in patterns:
         for path in sorted((ROOT / source).glob(pattern)):
             if path.name not in NOT_PACKED:

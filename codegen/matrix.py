@@ -81,7 +81,10 @@ def selected(arch: str, pattern: str) -> tuple[list[VariantSpec], list[str]]:
 
 
 def no_match(arch: str, pattern: str) -> str | None:
-    """Sentence about a filter that matches nothing, with close names; None if all parts match."""
+    """Sentence about parts of a filter that match nothing, with close names; None if all match.
+
+    A filter without parts gets a sentence, too.
+    """
     _, idle = selected(arch, pattern)
     if globs(pattern) and not idle:
         return None

@@ -17,8 +17,8 @@ and the like.
 ``snapmla-as-flash-mla`` is a wheel apart (``make_name_wheel``): a path file and a module, by which
 ``import flash_mla`` finds snapmla where SNAPMLA_AS_FLASH_MLA=1 asks for it.
 
-The host finds the variants by an entry point (``snapmla.env.kernel_wheels``) and compares the
-digests.  setuptools writes both; nothing is fetched.
+The host finds the variants by an entry point (``snapmla.runtime.env.kernel_wheels``) and compares
+the digests.  setuptools writes both; nothing is fetched.
 
 What stands behind ``+`` tells wheels of one version apart: ``pip wheel .`` makes a host package
 with the compiler's part, without a label; kernels' wheels differ in what they hold, ``full``, or
@@ -127,7 +127,7 @@ def make_kernels(
 
 
 def note() -> dict[str, str]:
-    """Note that packages carry (``snapmla.env.NOTE``)."""
+    """Note that packages carry (``snapmla.runtime.env.NOTE``)."""
     return {"version": VERSION, "commit": commit(), "sources": sources_digest()}
 
 
@@ -248,7 +248,7 @@ def _kernels(
     module, arch = name.replace("-", "_"), records[0].spec["arch"]
     package = root / module
     bundle.copy_variants(package / "variants", package / "include", records, variant_dir)
-    about = f"Compiled kernels of snapmla for {arch}: `snapmla.env` finds them when it is installed"
+    about = f"Compiled kernels of snapmla for {arch}, found by it when they are installed"
     if arch in UNTESTED:
         about += "; untested on hardware"
     (package / "__init__.py").write_text(f'"""{about}."""\n')

@@ -83,7 +83,6 @@ INTERNALS: dict[str, tuple[str, ...]] = {
 WIDTH = 120  # of a line of prose
 _UNBROKEN = re.compile(r"(?:``.*?``|`[^`]{,80}`|\[[^]]*\]\([^)]*\)|\S)+")
 _STARTS = re.compile(r"[-*+=>#|]|\d+[.)]$")  # what would begin a list, a heading or a quotation
-_FILE = re.compile(r"(\w+(?:, \w+)*(?:\.py|/))\s+(?=\S)")  # a module's list of its files begins
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Example", "Source")
 
 
@@ -244,7 +243,7 @@ def _sections(doc: Doc) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Prose as Markdown: indented blocks become code, or pictures; a list of files a list."""
+    """Prose as Markdown: indented blocks become code, or pictures."""
     lines = []
     for block in re.split(r"\n\n+", text):
         if block.startswith("    "):
@@ -252,9 +251,6 @@ def _paragraphs(text: str) -> list[str]:
             lines += [f"```{'python' if _is_python(code) else 'text'}", code, "```", ""]
         elif block.startswith("* "):
             lines += [" ".join(item.split()) for item in re.split(r"\n(?=\* )", block)] + [""]
-        elif _FILE.match(block):
-            items = [" ".join(item.split()) for item in re.split(r"\n(?=\S)", block)]
-            lines += [_FILE.sub(r"* `\1`: ", item) for item in items] + [""]
         elif block:
             lines += [" ".join(block.split()), ""]
     return lines

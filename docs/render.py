@@ -32,7 +32,8 @@ from api_page import api_page  # noqa: E402
 
 import snapmla  # noqa: E402
 from dsl_kernels.formats.registered import FORMATS  # noqa: E402
-from snapmla import env, layouts  # noqa: E402
+from snapmla.cache import layouts  # noqa: E402
+from snapmla.runtime import env  # noqa: E402
 
 API = ROOT / "docs" / "api.md"
 README = ROOT / "README.md"

@@ -46,11 +46,13 @@ from profiles.demo_job import (
     stored,
 )  # fmt: skip
 from profiles.demo_sparse import sparse_steps
-from snapmla import checks, layouts, runtime
-from snapmla.cache import PagedKVCache
-from snapmla.decode_plan import DecodePlan
+from snapmla import checks
+from snapmla.cache import layouts
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.dense import DecodePlan
 from snapmla.errors import SnapMLAError, VariantError
-from snapmla.quant import QuantizedQuery
+from snapmla.runtime import variants
 from snapmla.testing.comparison import decode_errors
 from snapmla.testing.rounding import quantize_rows
 
@@ -337,7 +339,7 @@ def make_job(device: str, layout: str) -> Job:
 
 def _sparse(job: Job, console: Console) -> list[Checked]:
     """The sparse steps, none where their kernels cannot be had."""
-    if runtime.arch_of(job.device) != "sm_90a":
+    if variants.arch_of(job.device) != "sm_90a":
         console.print("no sparse steps: the indexer's kernels are SM90's", soft_wrap=True)
         return []
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import snapmla
-from snapmla.cache import PagedKVCache
+from snapmla.cache.paged import PagedKVCache
 from snapmla.testing.comparison import DecodeErrors
 
 D, R = 512, 64

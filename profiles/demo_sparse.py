@@ -17,8 +17,8 @@ from rich.console import Console
 import snapmla
 from profiles.demo_job import Batch, Checked, Job, Model, fill, make_batch, same_rows, stored
 from snapmla import dsa
-from snapmla.cache import PagedKVCache
-from snapmla.quant import QuantizedQuery
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
 from snapmla.testing import index_reference
 from snapmla.testing.comparison import DecodeErrors, decode_errors
 from snapmla.testing.rounding import quantize_rows

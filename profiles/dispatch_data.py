@@ -6,7 +6,7 @@ Of pipeline ``f16`` it is ``logits_cost.md``; of sparse decode they are ``sparse
 H200 and an H100, a block for each.  Per pipeline and row tile it fits ``us = fixed_us + tile_us *
 (tiles a part walks)`` to the rows of the committed tables (least squares of the relative error; of
 sparse decode a part's items count as tiles, too, and there is ``cut_us`` where lists are cut:
-``snapmla.dispatch.load``); the rows themselves go along as measured points, which override the
+``snapmla.rank.load``); the rows themselves go along as measured points, which override the
 model.  Nothing here touches a GPU.
 """
 
@@ -27,7 +27,7 @@ from dsl_kernels.families.fp8_decode import FAMILY
 from dsl_kernels.formats.registered import FORMATS as COSTED
 from dsl_kernels.spec import VariantSpec
 from profiles.roofline import FORMATS, card_by_name
-from snapmla.dispatch import Load, Share, parts_of, parts_of_lists, unit_rows
+from snapmla.rank import Load, Share, parts_of, parts_of_lists, unit_rows
 from snapmla.sparse.plan import sparse_spec
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -52,7 +52,7 @@ def refusal() -> str:
     import tvm_ffi
 
     from dsl_kernels.spec import VariantSpec
-    from snapmla import runtime
+    from snapmla.runtime import variants as runtime
 
     artifact = runtime.find(VariantSpec(op="append_kv"))
     assert artifact is not None and artifact.library is not None
@@ -65,7 +65,7 @@ def refusal() -> str:
 
 
 def main(variants: str) -> None:
-    from snapmla import info
+    from snapmla.tools import info
 
     found = info.collect()
     wheel = [folder.what for folder in found.folders if "kernels" in folder.what]

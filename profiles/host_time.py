@@ -139,7 +139,7 @@ def calls_to_time(
 
     def bare(split: bool) -> Call:
         query = (q.nope_u8, q.rope, q.row_scale)
-        return lambda: snapmla.attention.launch_decode(
+        return lambda: snapmla.dense.decode.launch_decode(
             query, cache.arguments, table, lengths, plan.variant, plan.arguments, int(split),
             (out, lse), (0.07, 1, 0.69, 0.0),
         )  # fmt: skip

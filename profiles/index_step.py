@@ -19,7 +19,7 @@ from profiles.check import Check
 from profiles.peer_ops import COOPERATIVE_ROWS, WORKSPACE
 from profiles.timing import Call
 from snapmla.dsa import index_topk, index_topk_workspace
-from snapmla.plan import sm_count
+from snapmla.runtime.launch import sm_count
 from snapmla.testing.index_reference import E4M3, quantize_keys
 
 Tensor = torch.Tensor

@@ -43,9 +43,9 @@ from dsl_kernels.spec import VariantSpec
 from profiles.mha_bwd_peers import FlashAttention4, Given
 from profiles.tables import mha_cost
 from profiles.tables.mha_cost import Shape
-from snapmla import runtime
 from snapmla.mha import mha_prefill
-from snapmla.plan import sm_count
+from snapmla.runtime import variants as runtime
+from snapmla.runtime.launch import sm_count
 from snapmla.testing import metrics
 from snapmla.testing.mha_grad_job import GradJob, variants
 from snapmla.testing.mha_job import MhaJob, offsets

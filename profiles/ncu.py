@@ -30,7 +30,7 @@ from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 from profiles import bench
 from profiles.device import require_cuda
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import workloads
 from snapmla.testing.workloads import call
 
@@ -175,7 +175,7 @@ def versions() -> str:
     command = [os.environ.get("NCU", "ncu"), "--version"]
     said = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     number = next((x.split()[1] for x in said if x.startswith("Version")), "unknown")
-    driver = runtime.driver_version() or (0, 0)
+    driver = variants.driver_version() or (0, 0)
     return (
         f"{torch.cuda.get_device_name()}, driver for CUDA {driver[0]}.{driver[1]}, ncu {number}, "
         f"torch {torch.__version__}, commit {bench.commit()}"
@@ -206,7 +206,7 @@ def workload(spec: VariantSpec, sizes: Sizes) -> None:
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     known = arguments(spec, sizes, "cuda", sms // dict(spec.values).get("cluster", 1))
     given = [known[argument["name"]] for argument in record.arguments]
-    kernel = runtime.kernel(spec, "cuda")
+    kernel = variants.kernel(spec, "cuda")
     for _ in range(3):
         kernel(*given)
     torch.cuda.synchronize()

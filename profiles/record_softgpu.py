@@ -92,7 +92,7 @@ class SoftGpu:
             a[...] = copy
 
     def kernel(self, name: str) -> Callable[..., None]:
-        from snapmla import runtime
+        from snapmla.runtime import variants as runtime
 
         return runtime.kernel(VariantSpec.from_name(name), "cpu")
 
@@ -154,7 +154,7 @@ class Gpu:
             a[...] = t.cpu().numpy().view(a.dtype).reshape(a.shape)
 
     def kernel(self, name: str) -> Callable[..., None]:
-        from snapmla import runtime
+        from snapmla.runtime import variants as runtime
 
         return runtime.kernel(VariantSpec.from_name(name), "cuda")
 
@@ -174,7 +174,7 @@ NO_CASES = "sparse_decode", "fp8_v4"
 def variants() -> list[str]:
     """Names of the built sm_90a variants of the default matrix on the search path that cases are
     made for: not for sparse decode over two lists, whose body is that of one (V4's tokens)."""
-    from snapmla import env
+    from snapmla.runtime import env
 
     names: set[str] = set()
     for directory in env.variant_dirs():
@@ -187,7 +187,7 @@ def variants() -> list[str]:
 
 def ptx_hashes() -> dict[str, str]:
     """Name -> ``ptx_hash`` of each built sm_90a variant whose PTX is here."""
-    from snapmla import env
+    from snapmla.runtime import env
 
     found: dict[str, str] = {}
     for directory in reversed(env.variant_dirs()):
@@ -339,7 +339,7 @@ class Record:
         return tally
 
     def _other_code(self, variant: str) -> list[str]:
-        from snapmla import runtime
+        from snapmla.runtime import variants as runtime
 
         artifact = runtime.find(VariantSpec.from_name(variant))
         recorded = self.meta["ptx"].get(variant)

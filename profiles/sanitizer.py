@@ -88,7 +88,7 @@ def chosen(names: Iterable[str], arch: str) -> list[str]:
 
 def built() -> list[str]:
     """Names of the variants that were built and linked."""
-    from snapmla import env
+    from snapmla.runtime import env
 
     return sorted({path.stem for at in env.variant_dirs() for path in at.glob("*_sm*a.so")})
 
@@ -401,7 +401,7 @@ def main(
     import torch
 
     from profiles.page import commit
-    from snapmla import runtime
+    from snapmla.runtime import variants as runtime
 
     asked = tools.split(",")
     if unknown := set(asked) - set(TOOLS):

@@ -41,8 +41,9 @@ from profiles.machine import machine
 from profiles.page import command_line, commit
 from profiles.pools import Latents, SnapPool, fill
 from profiles.shapes import DecodeShape, parse
-from snapmla import attention, runtime
-from snapmla.decode_plan import PlanVariant
+from snapmla.dense import PlanVariant
+from snapmla.dense import decode as attention
+from snapmla.runtime import variants
 
 PAGE, GRAIN = 64, 128
 NUMBERS = (192**-0.5, 1, 0.6931471805599453, -float("inf"))  # scale, causal, lse factor, empty LSE
@@ -140,7 +141,7 @@ class Step:
     @property
     def spec(self) -> VariantSpec:
         """The ordinary build's."""
-        arch = runtime.arch_of(self.device)
+        arch = variants.arch_of(self.device)
         return decode_spec(self.plan.pipeline, self.plan.row_tile, PAGE, "bf16", arch)
 
     @property
@@ -157,7 +158,7 @@ class Step:
 
     def call(self, spec: VariantSpec, table: torch.Tensor, merge: bool = True) -> None:
         """One decode by the variant ``spec``."""
-        kernel = {torch.bfloat16: runtime.kernel(spec, self.device.type)}
+        kernel = {torch.bfloat16: variants.kernel(spec, self.device.type)}
         plan = self.plan
         variant = PlanVariant(self.device, plan.pipeline, plan.row_tile, PAGE, kernel)
         attention.launch_decode(

@@ -22,7 +22,7 @@ import torch
 from profiles.index_step import peer_of
 from profiles.peer_ops import COOPERATIVE_ROWS, WORKSPACE, vllm_ops
 from profiles.v32_layers import EPS, LONGEST, PAGE, SCALE, K, Layer, Made, Step
-from snapmla.plan import sm_count
+from snapmla.runtime.launch import sm_count
 
 E4M3 = torch.float8_e4m3fn
 FLASHMLA = "vllm_flashmla/_flashmla_C.abi3.so"

@@ -15,7 +15,7 @@ from typing import Any
 from codegen import abi
 from dsl_kernels.spec import VariantSpec
 from profiles.instructions import Device
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import workloads
 from snapmla.testing.workloads.exact import LONG, Case, Recorded, Runner
 
@@ -23,7 +23,7 @@ from snapmla.testing.workloads.exact import LONG, Case, Recorded, Runner
 def call(device: Device, variant: str, **values: Any) -> None:
     """Calls a variant with its arguments by name."""
     kernel = device.kernel(variant)  # compiles it if need be
-    names = runtime.argument_names(VariantSpec.from_name(variant))
+    names = variants.argument_names(VariantSpec.from_name(variant))
     kernel(*abi.ordered(names, values))
 
 

@@ -11,23 +11,23 @@ CUDA tensors run on the GPU; CPU tensors run the same compiled kernels on the so
 
 import sys as _sys
 
-from snapmla import env as _env
 from snapmla import torch_ops as _torch_ops  # noqa: F401 (registers operators and pytrees)
 from snapmla._version import __version__
-from snapmla.attention import decode
-from snapmla.cache import PagedKVCache
-from snapmla.convert import convert_cache
-from snapmla.decode_plan import DecodePlan
-from snapmla.dispatch import explain
+from snapmla.api import decode
+from snapmla.cache.convert import convert_cache
+from snapmla.cache.fetch import fetch_dequant
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery, append_kv, quantize_q
+from snapmla.cache.rope import rope_append_kv, rope_quantize_q
+from snapmla.compat.flash_mla.name import install_as_flash_mla
+from snapmla.dense import DecodePlan
+from snapmla.dense.merge import merge_state, merge_states
+from snapmla.dense.plan_cache import PlanCache
+from snapmla.dense.plan_decode import plan_decode
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
-from snapmla.fetch import fetch_dequant
-from snapmla.flash_mla.name import install_as_flash_mla
-from snapmla.merge import merge_state, merge_states
 from snapmla.mha import mha_prefill, mha_prefill_backward
-from snapmla.plan import plan_decode
-from snapmla.plan_cache import PlanCache
-from snapmla.quant import QuantizedQuery, append_kv, quantize_q
-from snapmla.rope import rope_append_kv, rope_quantize_q
+from snapmla.rank import explain
+from snapmla.runtime import env as _env
 from snapmla.sparse import SparsePlan, SparsePlanCache, SparseRowsPlan, plan_sparse_decode
 from snapmla.sparse.explain import explain_prefill
 from snapmla.sparse.prefill import sparse_prefill
@@ -66,11 +66,14 @@ __all__ = [
 ]
 
 if _env.PROFILE_NAMES.enabled():
-    from snapmla import flash_mla as _flash_mla
-    from snapmla import flash_mla_fp8 as _flash_mla_fp8
-    from snapmla import profiler as _profiler
+    from snapmla.compat import flash_mla as _flash_mla
+    from snapmla.compat import flash_mla_fp8 as _flash_mla_fp8
+    from snapmla.runtime import profiler as _profiler
 
     _profiler.name_calls(_sys.modules[__name__], __all__)
     _profiler.name_calls(_flash_mla, _flash_mla.__all__)
     _profiler.name_calls(_flash_mla_fp8, _flash_mla_fp8.__all__)
     _profiler.name_calls(DecodePlan, ["update_"], "snapmla::plan.")
+
+# Public paths, as attributes; behind the names that a profiler sees.
+from snapmla import dsa, flash_mla, layouts, mha  # noqa: F401

@@ -1,4 +1,4 @@
-"""``snapmla info``: the report of ``snapmla.info`` as tables."""
+"""``snapmla info``: the report of ``snapmla.tools.info`` as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from snapmla_cli.printing import console
 
 if TYPE_CHECKING:
-    from snapmla.info import Info
+    from snapmla.tools.info import Info
 
 WARNING = "untested on hardware"
 
@@ -25,7 +25,7 @@ def info_command(
 
     Exit status 1 if a GPU that is here cannot decode or, without a GPU, neither can the CPU.
     """
-    from snapmla import info
+    from snapmla.tools import info
 
     try:
         found = info.collect()

@@ -13,7 +13,7 @@ import typer
 from dsl_kernels.formats.registered import DEFAULT, FORMATS
 
 _Numbers = list[int] | None
-UNROTATED = "applied"  # as ``snapmla.dispatch.PLAIN``, which would import torch
+UNROTATED = "applied"  # as ``snapmla.rank.PLAIN``, which would import torch
 DENSE, SPARSE = (
     tuple(FORMATS),
     tuple(name for name in FORMATS if name != "f16"),
@@ -88,11 +88,11 @@ def needs_command(
     make wheels FILTER="$(snapmla needs --heads 16 --filter)" builds wheels of these and no others.
     Exit status 2 if there is no such model.
     """
-    from snapmla import dispatch
+    from snapmla import rank
     from snapmla.errors import SnapMLAError
 
     try:
-        told = dispatch.Facts() if config is None else dispatch.facts_of(_json(config))
+        told = rank.Facts() if config is None else rank.facts_of(_json(config))
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None
@@ -101,16 +101,16 @@ def needs_command(
         "head_dims": tuple(head_dim or told.head_dims),
     }
     try:
-        model = dispatch.Model(
+        model = rank.Model(
             tuple(heads), tuple(s_q or (1,)), tuple(page or (64,)),
-            dtype or told.dtype or dispatch.Model.dtype, kv_heads, accuracy, out, rows,
-            tuple(index or (dispatch.INDICES if rope == dispatch.PLAIN else ("i64",))), rope,
+            dtype or told.dtype or rank.Model.dtype, kv_heads, accuracy, out, rows,
+            tuple(index or (rank.INDICES if rope == rank.PLAIN else ("i64",))), rope,
             table, norm, prefill, merge, flash_mla, arch, card, sparse or told.sparse, indexer,
             index_rope=index_rope, hadamard=hadamard, index_fetch=index_fetch, mha=mha,
             split_keys=split_keys, sparse_prefill=sparse_prefill,
             **{name: value for name, value in options.items() if value},
         )  # fmt: skip
-        names = [spec.name for spec in dispatch.needs(model)]
+        names = [spec.name for spec in rank.needs(model)]
     except (SnapMLAError, ValueError) as error:
         print(_by_option(error), file=sys.stderr)
         raise typer.Exit(2) from None

@@ -11,7 +11,7 @@ import typer
 from snapmla_cli.printing import console
 
 if TYPE_CHECKING:
-    from snapmla.repro import Outcome
+    from snapmla.tools.repro import Outcome
 
 
 def repro_command(
@@ -29,8 +29,9 @@ def repro_command(
     """
     import torch
 
-    from snapmla import dump, repro
     from snapmla.errors import SnapMLAError
+    from snapmla.runtime import dump
+    from snapmla.tools import repro
 
     where = "cuda" if torch.cuda.is_available() and not software else "cpu"
     try:

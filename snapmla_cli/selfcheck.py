@@ -16,7 +16,7 @@ from snapmla_cli.info import WARNING
 from snapmla_cli.printing import console
 
 if TYPE_CHECKING:
-    from snapmla.testing.installed import Outcome
+    from snapmla.tools.installed import Outcome
 
 WIDTH = 140  # of the table in a file
 
@@ -33,14 +33,14 @@ def selfcheck_command(
     """
     import torch
 
-    from snapmla import runtime
     from snapmla.errors import SnapMLAError
-    from snapmla.testing import installed
+    from snapmla.runtime import variants
+    from snapmla.tools import installed
 
     started = time.perf_counter()
     where = "cuda" if torch.cuda.is_available() and not software else "cpu"
     try:
-        arch = runtime.arch_of(torch.device(where))
+        arch = variants.arch_of(torch.device(where))
     except (SnapMLAError, ValueError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None

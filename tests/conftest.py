@@ -27,7 +27,7 @@ import torch
 from codegen import artifacts, matrix, toolchain
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
+from snapmla.runtime import env
 from tests.support import calibration
 from tests.support.variants import called_for, shipped
 

@@ -24,8 +24,8 @@ from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 from profiles import device
-from snapmla import runtime
 from snapmla.errors import VariantError
+from snapmla.runtime import variants
 from snapmla.testing import __main__ as testing
 from snapmla.testing import selfcheck
 from tests.support import ROOT
@@ -143,7 +143,7 @@ def test_a_check_builds_the_planner_that_it_lacks(
         return spec.name
 
     monkeypatch.setattr(selfcheck, "load", load)
-    monkeypatch.setattr(runtime, "find_or_build", build)
+    monkeypatch.setattr(variants, "find_or_build", build)
     planner = VariantSpec(op="plan_decode")
     for _ in range(2):
         assert selfcheck.load_or_build(planner, tmp_path) == "plan_decode_sm90a"

@@ -126,9 +126,11 @@ def test_mypy_in_a_users_project_sees_the_types(
     )  # fmt: skip
     found = done.stdout.splitlines()
     assert "import-untyped" not in done.stdout, done.stdout
-    queries = "q: snapmla.quant.QuantizedQuery | Any | tuple[Any, Any], "  # or content and RoPE
+    queries = (
+        "q: snapmla.cache.quant.QuantizedQuery | Any | tuple[Any, Any], "  # or content and RoPE
+    )
     assert f'use.py:6: note: Revealed type is "def ({queries}' in found[0]
-    assert "cache: snapmla.cache.PagedKVCache, block_table: " in found[0]
+    assert "cache: snapmla.cache.paged.PagedKVCache, block_table: " in found[0]
     errors = {int(line.split(":")[1]) for line in found if ": error: " in line}
     assert errors == {7, 8, 9}, done.stdout
 

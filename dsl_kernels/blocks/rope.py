@@ -83,7 +83,7 @@ def load_angles(angles: Angles, position: Any, lane: Any, neox: bool) -> list[tu
 
 
 def loads_are_issued() -> None:
-    """Keeps loads that were issued before it in front of those behind it.
+    """Keep the loads issued before this call in front of the loads behind it.
 
     Angles wait for their position.  ptxas would have other loads wait with them: it sinks a load
     whose value is used later.  It moves no memory access past a barrier of the warp, and this

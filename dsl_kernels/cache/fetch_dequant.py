@@ -288,7 +288,7 @@ def _store_token(
     chunks, rope_word = loaded
 
     def put(ptr: Any, words: list[Any], lane: Any, left: int) -> None:
-        """Stores ``words`` in lanes below ``left``; stores zeros if ``valid`` is false."""
+        """Store ``words``, zeros if ``valid`` is false; lanes from ``left`` on store nothing."""
         if valid is not None:
             words = [Uint32(cutlass.select_(valid, w, Uint32(0))) for w in words]
         if left == quant.WARP:

@@ -26,7 +26,7 @@ Words = tuple[list[list[Any]], Any]  # of a lane: content by chunk, RoPE
 
 
 class Stores(NamedTuple):
-    """Stores of a quantised token by a lane; they take its place (page, offset) in the cache."""
+    """A lane's stores of a quantised token; each is called with the place (page, offset)."""
 
     store: Callable[[Any], None]  # content and RoPE
     writes_scales: Callable[[], Any] | None  # whether this lane stores scales; None: there are none
@@ -198,7 +198,7 @@ def converted(words: list[Any], dt: Any, to: Any) -> list[Any]:
 
 
 def fakes(format: Format, page_size: Any = None) -> dict[str, Any]:
-    """Fakes of a cache that is no bytes, by argument name.
+    """Fakes of an ``Fp8Cache`` or of a cache of 16-bit rows, by argument name.
 
     Strides of pages, tokens and heads are free 64-bit symbols that keep 16-byte alignment.
     """

@@ -1,7 +1,7 @@
 """Coverage check of a work list from outside; ``merge`` runs it for a sequence before it merges.
 
 A plan of ours fits its call by construction.  A pair of FlashMLA's form is the caller's memory
-(``snapmla.metadata_pair``): it may have been made for another batch or for other lengths, be
+(``snapmla.compat.metadata_pair``): it may have been made for another batch or for other lengths, be
 another pair's half, or be cut off.  Decode then computes what the work tiles say, each for the
 query rows of its own sequence (``work_list.rows_at``), and a sequence is *covered* if that is all
 of it:
@@ -22,7 +22,7 @@ Memory       counts of the warps in shared memory.
 Timeline     in front of merge's wait: under the end of decode, since only tables are read.
 Bytes read   32 a work tile, 4 a part and 4 a sequence, in each such CTA; from L2.
 
-The rule in Python is ``snapmla.metadata_pair.covered``.
+The rule in Python is ``snapmla.compat.metadata_pair.covered``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def covers(
     """(True if the tables as a whole are sound, True if they also cover sequence ``unit``).
 
     Args:
-        splits: that there are.
+        splits: number of splits that ``o_accum`` has room for.
         counts: i32 (COUNTS, warps) in shared memory.
         threads: of the CTA; all come here.
     """

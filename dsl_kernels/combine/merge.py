@@ -98,12 +98,12 @@ def launch(
     split_begin: cute.Tensor, units: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
     lse_factor: Float32, empty_lse: Float32, stream: Any, one_wave: cutlass.Constexpr = False,
 ) -> None:  # fmt: skip
-    """ROW_CTAS a row and one a unit, CTAS in all, but of units no more than half.
+    """Launch one CTA a unit, and ROW_CTAS a row but at most max(CTAS - units, CTAS / 2).
 
     Args:
         decode: the ``Decode`` that it is launched behind; None: it is a variant of its own.
-        one_wave: no more than CTAS are launched, and those without splits do not wait ("Mostly
-            nothing to merge" above).
+        one_wave: at most CTAS CTAs are launched.  Only those that write, and CTA 0, wait for
+            ``decode`` ("Mostly nothing to merge" above).
         others: as of ``merge``.
     """
     b, s_q, h, _ = out.shape
@@ -147,7 +147,7 @@ class By(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """Shape of a warp's loads in flight, of up to ``splits`` splits at a time.
+    """Number and width of the loads that a warp has in flight.
 
     Attributes:
         exact: whether partial rows are fp32 and without exponents.

@@ -161,7 +161,7 @@ class Sum:
         return cute.math.exp2(difference * self.to_log2, fastmath=True)
 
     def finish(self) -> tuple[Any, Any, list[Any]]:
-        """(True if the row is empty, its lse if it is not, its channels)."""
+        """(True if the row is empty, its lse, which counts only if it is not, its channels)."""
         total = self.sum[0]
         empty = total == 0.0  # a NaN total is not empty
         inverse = Float32(1.0) / _select(empty, Float32(1.0), total)

@@ -41,7 +41,7 @@ class Tma(NamedTuple):
 
 
 class Entry:
-    """Base of the entries: exports a kernel, makes its tensor maps and its work list.
+    """Base of the entries: exports a kernel, makes tensor maps, tells merge of the work list.
 
     Attributes:
         decode: the kernel.

@@ -61,5 +61,5 @@ FAMILY = Family(
     result_axis="dtype",
     shown=("q", "cache", "block_table"),
     results=("out", "lse"),
-    reference="snapmla.repro:against_dense_reference",
+    reference="snapmla.tools.repro:against_dense_reference",
 )

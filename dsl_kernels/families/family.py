@@ -141,10 +141,11 @@ def helper(
     points: Callable[[str], Iterator[Values]] | None = None,
     **attributes: Any,
 ) -> Family:
-    """An op that one module builds for every arch; all combinations of the axes without ``points``.
+    """``Family`` of an op that one module, named after the op, builds for every arch.
 
     Args:
-        folder: of ``dsl_kernels``, where the module is, which has the op's name.
+        folder: folder of ``dsl_kernels`` that the module is in.
+        points: default matrix, as in ``Family``; None: all combinations of the axes.
         attributes: others of ``Family``.
     """
     module = f"dsl_kernels.{folder}.{op}"

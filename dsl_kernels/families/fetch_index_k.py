@@ -13,8 +13,8 @@ INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32", named=False)  # of
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Yield, on Blackwell, keys of prompts' prefixes as they are stored, which engines gather; the
-    rest is built when it is asked for."""
+    """Yield, on Blackwell, the variant by which engines gather the keys of prompts' prefixes as
+    they are stored.  Other variants are built when they are asked for."""
     if arch == "sm_100a":
         yield {"key_dtype": "fp8", "mode": "ragged"}
 

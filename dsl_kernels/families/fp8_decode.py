@@ -77,6 +77,6 @@ FAMILY = Family(
     counted_by=("pipeline",),
     shown=("q_nope", "content", "block_table"),
     results=("out", "lse"),
-    reference="snapmla.repro:against_reference",
+    reference="snapmla.tools.repro:against_reference",
     relies_on="combine/coverage.py",  # rows of tables that do not fit become NaN
 )

@@ -69,8 +69,8 @@ class Format:
         timed: whether the times on file of its pipelines are its own.
         shipped: whether its kernels of sparse decode are in the default matrix.
         two_lists: whether a query token may have a second list there, over a second cache.
-        overlaps: whether P.V of 64 rows runs under the next tile's softmax there: where that won.
-        lists_of_rows: whether sparse prefill's kernel reads it by lists, of sparse decode, too.
+        overlaps: whether P.V of 64 rows runs under the next tile's softmax there: it was faster.
+        lists_of_rows: whether sparse prefill's kernel serves sparse decode of it, too.
 
     Hosts:
         element: torch's name of ``PagedKVCache.dtype``: of ``content``, which tells those formats

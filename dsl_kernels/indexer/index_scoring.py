@@ -37,7 +37,7 @@ SMALL_BYTES = 4096  # barriers, words, alignment: an upper bound
 
 
 class Given(NamedTuple):
-    """Arguments that are read or written without tensor maps; of ``cache`` these are the scales."""
+    """Arguments that are read or written without tensor maps: of ``cache`` only the scales."""
 
     w: cute.Tensor  # f32 (rows, heads)
     cache: cute.Tensor  # u8 (pages, bytes)
@@ -262,7 +262,7 @@ class Scoring:
         return cutlass.min(cutlass.max(page, Int32(0)), given.cache.shape[0] - 1)
 
     def _ids(self, given, i, tile):
-        """Block-table entry of sequence ``i`` for ``tile``, or its last one if it has fewer."""
+        """Block-table entry of sequence ``i`` for ``tile``; the last if the row is shorter."""
         return given.block_table[i, compat.at_most(tile, given.block_table.shape[1] - 1)]
 
     def _words(self, st, slot):

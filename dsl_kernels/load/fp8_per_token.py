@@ -43,8 +43,8 @@ class TokenScales:
         return st.ks.get_tensor(cute.make_layout((self.tile, self.stages)))
 
     def copier(self, st, scale):
-        """Return the function by which one lane copies the scales of a box of ``box`` tokens, which
-        ``PagedTma`` calls for each box.  ``scale``: the cache's, (pages, P)."""
+        """Return the function that ``PagedTma`` calls for each box of tokens: one lane copies the
+        box's scales.  ``scale``: the cache's, (pages, P)."""
 
         def copy(page, part, box, stage, bar):
             bulk = cute.make_copy_atom(

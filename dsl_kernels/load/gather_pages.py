@@ -103,7 +103,7 @@ class FromPages:
     @cute.jit
     def _announce(self, feed: Feed, on_full, tile_of_q, ahead):
         """Run the announcer like ``GatherBytes._announce``, but load the next tile's entries
-        behind ``on_full``, across which there are no registers for them."""
+        after ``on_full``: there are no registers to hold them during it."""
         lane, tokens = cute.arch.lane_idx(), feed.cache.source
         feed = feed._replace(mark=None)  # no function goes through the loops
         span = self.work.work_tiles_of(feed.work, feed.part)

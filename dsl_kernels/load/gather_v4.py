@@ -137,8 +137,8 @@ class GatherTwo(GatherBytes):
         return Int32(cutlass.select_(named, page, Int32(-1))), offset
 
     def _is_named(self, entry, tile, ahead, lists, tokens):
-        """Return true if ``entry`` is a token of the pool of its tile's list; ``_entry`` is -1
-        where none counts."""
+        """Return true if ``entry`` is a token of its pool, the second one for tiles of the second
+        list.  Behind a list's end ``_entry`` gives -1, which is no token."""
         count = cutlass.select_(tile >= lists.tiles, tokens.extra_count, tokens.count)
         return compat.unsigned(entry) < compat.unsigned(Int32(count))
 

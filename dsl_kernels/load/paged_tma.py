@@ -132,8 +132,8 @@ class PagedTma:
         return (*pipe, *(barrier for ring in self._rings() for barrier in ring.budget()))
 
     def _rings(self) -> list[Ring]:
-        """Rings of chunks that this loader has: full barriers if there are several chunks, and
-        those of early ones."""
+        """Rings of chunks that this loader has: ``more`` if there are several chunks, ``freed``
+        if some are freed early."""
         used = (self.more, self.chunks > 1), (self.freed, len(self.early.chunks) > 0)
         return [ring for ring, wanted in used if wanted]
 

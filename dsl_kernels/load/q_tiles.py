@@ -118,7 +118,7 @@ class QTiles:
 
     def _copy(self, planes, rows, stage, bar):
         """Copy this CTA's row tile of a work tile into a stage.  Rows past the sequence's end may
-        be another sequence's: nothing is written for them.  Rows past the last query are zeros."""
+        be another sequence's: no results are stored for them.  Rows past the last query are 0."""
         for plane, loaded, tiles in planes:
             moved = cute.domain_offset((rows.first, 0), loaded.coords)
             target, source = cpasync.tma_partition(

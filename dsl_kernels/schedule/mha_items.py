@@ -208,7 +208,7 @@ def _make(
 
 
 def _bases_at(split: Any) -> Any:
-    """Index in ``work`` of the sequences' first partial rows: behind the split row tiles."""
+    """Index in ``work`` of the table of sequences' first partial rows, behind the split tiles."""
     return HEADER + ENTRY_WORDS * split[0]
 
 

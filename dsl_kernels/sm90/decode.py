@@ -65,8 +65,8 @@ class Parts(Protocol):
         """The cache as the loader's warps read it."""
 
     def on_full(self, st: Any) -> Any:
-        """Function that a warp of the loader calls for every full stage (``Loader.run``); None
-        without."""
+        """Function that a warp of the loader calls for every full stage (``Loader.run``); None if
+        nothing is to be done."""
 
 
 class Pipeline(Protocol):
@@ -90,7 +90,7 @@ class Pipeline(Protocol):
         that publishes them."""
 
     def math_roles(self, cta: Cta, wg: Any) -> None:
-        """Run warpgroups 1 and on, with their registers; ``wg`` counts from 0."""
+        """Run the calling math warpgroup's role with its registers; ``wg``: its number, less 1."""
 
 
 class Decode:

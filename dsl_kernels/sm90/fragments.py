@@ -48,7 +48,7 @@ class TokensOnM:
         self.values = 2 * self.rows
 
     def row(self, v: int) -> int:
-        """Index of value ``v``'s row among the thread's rows / 4 rows."""
+        """Index of value ``v``'s row among the thread's ``rows`` rows, a quarter of the CTA's."""
         return 2 * (v // 4) + v % 2
 
     def token(self, v: int) -> int:

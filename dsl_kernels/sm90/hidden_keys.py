@@ -62,8 +62,8 @@ def any_nan(total):
 
 @cute.jit
 def whole_tiles(s_q, s_k, row, n, tile: cutlass.Constexpr, causal):
-    """Number of tiles, the first ones of ``n`` tiles of keys, that ``row`` of a sequence and every
-    row behind it see as a whole."""
+    """Number of leading tiles, at most ``n``, all of whose keys ``row`` of a sequence and every row
+    behind it see."""
     seen = s_k
     if causal != 0:
         seen = cutlass.max(cutlass.min(s_k, row + 1 + s_k - s_q), 0)

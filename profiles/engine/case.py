@@ -30,7 +30,7 @@ from torch import Tensor
 from codegen.artifacts import write_atomic
 from profiles import spans
 from profiles.engine.spec import ALONE, NEW_TOKENS, VOCABULARY, Case, shape_of
-from snapmla import env
+from snapmla.runtime import env
 
 CHUNK = 32_768  # tokens of a step's prefill
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -17,7 +17,7 @@ from codegen.artifacts import ROOT
 from profiles.engine import study
 from profiles.engine.gates import parts_table, speed_table
 from profiles.engine.spec import Case
-from snapmla import env
+from snapmla.runtime import env
 
 TIMING = "32x32768"
 SIDES, HOWS = ("old", "new"), ("share", "step")

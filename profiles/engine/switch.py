@@ -27,7 +27,7 @@ from profiles.engine import study
 from profiles.engine.spec import VOCABULARY, Case, shape_of
 from profiles.gate import Gate
 from profiles.gate import page as gates_page
-from snapmla import env
+from snapmla.runtime import env
 
 TIMING, PROMPTS = "32x32768", "prompts-in-turn.json"
 SWITCH, BACKEND, OLD = "switch", "backend", "old"

@@ -29,7 +29,7 @@ from profiles.gate import Gate
 from profiles.gate import page as gates_page
 from profiles.tables import sparse_v4_cost
 from profiles.tables.sparse_cost import filled
-from snapmla.cache import PagedKVCache
+from snapmla.cache.paged import PagedKVCache
 from snapmla.integrations.vllm import flashmla
 
 KEPT, EQUAL = 0.92, 1.02  # of the row's ratio; times that count as equal

@@ -20,8 +20,8 @@ from profiles.engine import v4
 from profiles.engine.v4 import Shape, Step
 from profiles.tables import sparse_v4_cost
 from profiles.tables.sparse_cost import Lists
-from snapmla import flash_mla
-from snapmla.cache import PagedKVCache
+from snapmla.cache.paged import PagedKVCache
+from snapmla.compat import flash_mla
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.two_lists import Second
 

@@ -147,7 +147,7 @@ def ours(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``snapmla.flash_mla``, by FlashMLA's names."""
-    from snapmla import flash_mla
+    from snapmla.compat import flash_mla
 
     metadata, _ = flash_mla.get_mla_metadata()
     return flash_mla.flash_mla_with_kvcache(

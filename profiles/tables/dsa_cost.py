@@ -25,7 +25,8 @@ from profiles import table
 from profiles.peer_ops import COOPERATIVE_ROWS, WORKSPACE, vllm_ops
 from profiles.table import Row, Table
 from profiles.timing import TimingConfig
-from snapmla.dsa import select_topk, shapes
+from snapmla.dsa import select_topk
+from snapmla.indexer import shapes
 from snapmla.testing import topk_reference
 
 K, PAGE = 2048, 64

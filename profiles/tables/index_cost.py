@@ -25,7 +25,7 @@ from profiles.index_step import CALLS, PAGE, PROMPT, Step, Timed
 from profiles.table import Row, Run, Table
 from profiles.tables.dsa_cost import CONFIG, others
 from profiles.timing import Call
-from snapmla.dsa.index_logits import index_logits, unit_choices
+from snapmla.indexer.index_logits import index_logits, unit_choices
 
 PAGES = 1 << 16  # of the pool
 HEADS, DRAFTS = (64, 32), (1, 2, 3, 4)

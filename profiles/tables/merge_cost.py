@@ -21,7 +21,8 @@ from profiles.check import relative_l2
 from profiles.shapes import DecodeShape
 from profiles.table import Table
 from profiles.timing import Call, TimingConfig
-from snapmla import attention, runtime
+from snapmla.dense import decode as attention
+from snapmla.runtime import variants
 from snapmla.testing.reference import mla_decode_reference
 
 PAGE = 64
@@ -65,8 +66,8 @@ class Merge(table.Problem):
         b, h = shape.batch, shape.num_heads
         self.out = torch.empty(b, 1, h, 512, dtype=torch.bfloat16, device=device)
         self.lse = torch.empty(b, h, 1, device=device)
-        spec = VariantSpec(op="merge", arch=runtime.arch_of(device))
-        self.kernel = runtime.kernel(spec, device.type)
+        spec = VariantSpec(op="merge", arch=variants.arch_of(device))
+        self.kernel = variants.kernel(spec, device.type)
 
     def decode(self, split: bool) -> Call:
         query = (self.q.nope_u8, self.q.rope, self.q.row_scale)

@@ -25,7 +25,7 @@ from dsl_kernels.formats.registered import FORMATS
 from profiles import table
 from profiles.table import Row, Run, Table
 from profiles.timing import Call, TimingConfig
-from snapmla.cache import PagedKVCache
+from snapmla.cache.paged import PagedKVCache
 from snapmla.testing import metrics
 from snapmla.testing.byte_records import quantize_tokens
 

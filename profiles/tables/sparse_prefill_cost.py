@@ -23,7 +23,7 @@ from profiles.table import Run, Table
 from profiles.tables.mha_cost import CONFIG, gemm, tflops
 from profiles.tables.sparse_cost import PEER, load_flashmla
 from profiles.timing import Call
-from snapmla.plan import sm_count
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.testing import metrics
 

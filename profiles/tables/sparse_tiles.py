@@ -22,8 +22,8 @@ from profiles.table import Row, Table
 from profiles.tables import sparse_cost
 from profiles.tables.sparse_cost import CACHES, Caches, Problem, index_sets, planned
 from profiles.timing import Call
-from snapmla.dispatch import Load, parts_of_lists
-from snapmla.plan import sm_count
+from snapmla.rank import Load, parts_of_lists
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse.plan import sparse_spec
 
 TOKENS, HEADS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (16, 32, 64, 128)

@@ -37,8 +37,8 @@ from profiles.tables.sparse_cost import (
     tiles,
 )  # fmt: skip
 from profiles.timing import Call
-from snapmla import flash_mla
-from snapmla.cache import PagedKVCache
+from snapmla.cache.paged import PagedKVCache
+from snapmla.compat import flash_mla
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.two_lists import Second
 

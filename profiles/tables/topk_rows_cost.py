@@ -24,9 +24,9 @@ from dsl_kernels.spec import VariantSpec
 from profiles import table, timing
 from profiles.table import Row, Run, Table
 from profiles.timing import TimingConfig
-from snapmla import runtime
-from snapmla.decode_plan import nothing
-from snapmla.dsa import select, shapes
+from snapmla.indexer import select_topk, shapes
+from snapmla.runtime import variants
+from snapmla.runtime.launch import nothing
 from snapmla.testing import topk_reference
 
 K = 2048
@@ -70,11 +70,11 @@ def built(width: int, device: torch.device) -> dict[str, VariantSpec]:
     found = {}
     for threads, keys, cluster in CANDIDATES:
         spec = VariantSpec(
-            op="select_topk", arch=runtime.arch_of(device), threads=threads, keys=keys,
+            op="select_topk", arch=variants.arch_of(device), threads=threads, keys=keys,
             cluster=cluster,
         )  # fmt: skip
         enough = share(threads, keys, cluster) * cluster >= width
-        if enough and (runtime.find(spec) is not None or not runtime.jit_refusal()):
+        if enough and (variants.find(spec) is not None or not variants.jit_refusal()):
             found[spec.name.removeprefix("select_topk_").rpartition("_")[0]] = spec
     return found
 
@@ -98,8 +98,8 @@ class Problem:
     def call(self, spec: VariantSpec, slots: bool = True) -> Call:
         """A launch of the variant, to slots or positions."""
         device = self.out.device
-        kernel = runtime.kernel(spec, device.type)
-        starts, table = nothing(device), self.table if slots else select.no_table(device)
+        kernel = variants.kernel(spec, device.type)
+        starts, table = nothing(device), self.table if slots else select_topk.no_table(device)
         rest = self.lengths, starts, table, self.out, self.counts, 64, 1
         return lambda index: kernel(self.logits[index % 2], *rest)
 
@@ -122,7 +122,7 @@ class Problem:
 def chosen(cell: Cell, device: torch.device) -> str:
     """The variant that ``select_topk`` takes."""
     shape = shapes.choose(cell.rows, cell.width)
-    spec = VariantSpec(op="select_topk", arch=runtime.arch_of(device), **shape._asdict())
+    spec = VariantSpec(op="select_topk", arch=variants.arch_of(device), **shape._asdict())
     return spec.name.removeprefix("select_topk_").rpartition("_")[0]
 
 

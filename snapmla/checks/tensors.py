@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from snapmla import overlap
+from snapmla.checks import overlap
 from snapmla.checks.messages import ADVICE, APART, dtype_name, type_error, value_error
 
 FP8 = torch.float8_e4m3fn

@@ -8,23 +8,16 @@ Its tests passed on an H200 and an H100 (profiles/results/gpu-tests-h100.md says
 as nothing compiled there).  The kernels of a step are in wheels; those of ``fetch_index_k``, of
 unusual dtypes, of norms and RoPE inside of ``append_index_k`` are compiled when they are asked for.
 
-prologue.py          ``prologue``: that, the latents' append and the queries, in one launch
-append_index_k.py    the indexer's keys into their pages, RoPE and Hadamard transform with them
-index_logits.py      a score for each query token and cached token
-select.py            ``select_topk``: the k highest scores of each row, as positions or slots
-step.py              ``index_topk``: both, over one workspace
-fetch.py             ``fetch_index_k``: keys back out of the pages
-shapes.py            which top-k kernel serves a shape
-deep_gemm_names.py   DeepGEMM's names over these
-vllm_names.py        vLLM's
+The code is ``snapmla.indexer``; ``deep_gemm_names`` and ``vllm_names`` have other libraries' names
+for it.
 """
 
-from snapmla.dsa.append_index_k import append_index_k
-from snapmla.dsa.fetch import fetch_index_k
-from snapmla.dsa.index_logits import index_logits
-from snapmla.dsa.prologue import Prologue, prologue
-from snapmla.dsa.select import select_topk
-from snapmla.dsa.step import index_topk, index_topk_workspace
+from snapmla.indexer.append_index_k import append_index_k
+from snapmla.indexer.dsa_prologue import Prologue, prologue
+from snapmla.indexer.fetch_index_k import fetch_index_k
+from snapmla.indexer.index_logits import index_logits
+from snapmla.indexer.index_topk import index_topk, index_topk_workspace
+from snapmla.indexer.select_topk import select_topk
 
 __all__ = [
     "Prologue",

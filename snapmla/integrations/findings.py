@@ -13,10 +13,10 @@ import typer
 from dsl_kernels.families import ARCHS
 from dsl_kernels.formats import ds_mla, v4
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, runtime
-from snapmla.dispatch.model import Model
-from snapmla.dispatch.needs import needs
 from snapmla.errors import SnapMLAError, VariantError
+from snapmla.rank.model import Model
+from snapmla.rank.needs import needs
+from snapmla.runtime import env, variants
 
 PADDED = (64, 128)  # heads of FlashMLA's kernels
 
@@ -63,7 +63,7 @@ def arch() -> str:
     """Target of this machine's GPU; the first there is without one that kernels run on."""
     found = None
     if torch.cuda.is_available():
-        found = runtime.arch_of_capability(*torch.cuda.get_device_capability())
+        found = variants.arch_of_capability(*torch.cuda.get_device_capability())
     return found or ARCHS[0]
 
 
@@ -77,7 +77,7 @@ def card(*served: str, instead: str = "") -> Finding:
     if not torch.cuda.is_available():
         return Finding(False, "no CUDA device")
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    target, served = runtime.arch_of_capability(*capability), served or ARCHS
+    target, served = variants.arch_of_capability(*capability), served or ARCHS
     text = f"{name}, sm_{capability[0]}{capability[1]}"
     if target in served:
         return Finding(True, text)
@@ -87,8 +87,8 @@ def card(*served: str, instead: str = "") -> Finding:
 
 def kernels(specs: list[VariantSpec], arch: str) -> Iterator[Finding]:
     """The kernels that a backend calls: built, to be compiled at first use, or missing."""
-    missing = [spec for spec in specs if runtime.find(spec) is None]
-    refusal = runtime.jit_refusal()
+    missing = [spec for spec in specs if variants.find(spec) is None]
+    refusal = variants.jit_refusal()
     if missing:
         names = ", ".join(spec.name for spec in missing)
         text = f"{len(missing)} of {len(specs)} kernels are not built ({names})"
@@ -130,7 +130,7 @@ def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:
     """Reason why kernels that are there cannot be loaded; asked if nothing would be compiled."""
     for spec in specs:
         try:
-            runtime.find_or_build(spec, need_library=True)
+            variants.find_or_build(spec, need_library=True)
         except VariantError as error:
             yield str(error)
 

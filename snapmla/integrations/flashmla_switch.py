@@ -21,8 +21,10 @@ from typing import Any, ClassVar
 import torch
 
 from dsl_kernels.formats import ds_mla, v4
-from snapmla import checks, flash_mla, runtime
+from snapmla import checks
+from snapmla.compat import flash_mla
 from snapmla.errors import SnapMLAError
+from snapmla.runtime import variants
 
 SCHEDULE = "of_snapmla"  # attribute of the engine's metadata
 SERVED = "sm_90a"
@@ -129,7 +131,7 @@ def _reason(told: Told) -> str | None:
     if not isinstance(q, torch.Tensor):
         return "q is no tensor"
     try:
-        arch = runtime.arch_of(q.device)
+        arch = variants.arch_of(q.device)
     except SnapMLAError as error:
         return str(error)
     if arch != SERVED:

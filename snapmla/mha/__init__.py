@@ -3,8 +3,8 @@
     from snapmla.mha import mha_prefill, mha_prefill_backward
 
 ``snapmla.mha_prefill`` and ``snapmla.mha_prefill_backward`` are the same functions.
-``flash_mla_names`` (those of ``snapmla.flash_mla``)
-and ``flash_attention_names`` have other projects' signatures over the same kernels.
+``snapmla.flash_mla`` and
+``flash_attention_names`` have other projects' signatures over the same kernels.
 """
 
 from snapmla.mha.backward import backward_workspace_size, mha_prefill_backward

@@ -24,11 +24,13 @@ from dsl_kernels import registry
 from dsl_kernels.formats.mha_grads import PAD, rope_groups, stats_blocks
 from dsl_kernels.formats.mha_list import WIDTHS, most_tiles, workspace_words
 from dsl_kernels.spec import VariantSpec
-from snapmla import call as calls
-from snapmla import checks, launch, overlap, runtime
+from snapmla import checks
+from snapmla.call import memo as calls
+from snapmla.checks import overlap
 from snapmla.errors import VariantError
 from snapmla.mha.checking import MAX_WORK, NAMES, Mha, check_memory, check_shapes
-from snapmla.plan import sm_count
+from snapmla.runtime import launch, variants
+from snapmla.runtime.launch import sm_count
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -367,11 +369,11 @@ def _places(call: Backward, _: object) -> calls.Groups:
 class Kernels(NamedTuple):
     """The launches of a call."""
 
-    items: runtime.Kernel
-    delta: runtime.Kernel
-    dq: runtime.Kernel
-    dkv: runtime.Kernel
-    rope_sum: runtime.Kernel | None = None
+    items: variants.Kernel
+    delta: variants.Kernel
+    dq: variants.Kernel
+    dkv: variants.Kernel
+    rope_sum: variants.Kernel | None = None
 
 
 class Ready(NamedTuple):
@@ -492,7 +494,7 @@ def _whole_tables(call: Backward, into: Tensor) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=64)
 def kernels(device: torch.device, d_qk: int, dtype: torch.dtype) -> Kernels:
     """The launches for heads of ``d_qk`` channels on a device."""
-    arch = runtime.arch_of(device)
+    arch = variants.arch_of(device)
     of = {"arch": arch, "dtype": NAMES[dtype]}
     specs = [
         VariantSpec(op="mha_items", arch=arch, lists="backward"),
@@ -509,7 +511,7 @@ def kernels(device: torch.device, d_qk: int, dtype: torch.dtype) -> Kernels:
     if len(WIDTHS[d_qk]) == 2:
         specs.append(VariantSpec(op="mha_rope_sum", **of))
     try:
-        found = [runtime.kernel(spec, device.type) for spec in specs]
+        found = [variants.kernel(spec, device.type) for spec in specs]
     except VariantError as error:
         names = ",".join(spec.name for spec in specs)
         raise VariantError(f"{error}; gradients take `make precompile FILTER={names}`") from error
@@ -561,5 +563,5 @@ def _like(x: Tensor) -> Tensor:
 
 
 _BACKWARD = calls.Op("mha_prefill_backward", _checked, _launch, _traced, _parts, _places)
-runtime.on_forget(_BACKWARD.memo.forget)
-runtime.on_forget(kernels.cache_clear)
+variants.on_forget(_BACKWARD.memo.forget)
+variants.on_forget(kernels.cache_clear)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from snapmla import checks, tracing
+from snapmla import checks
+from snapmla.call import tracing
 from snapmla.mha import backward
 from snapmla.mha.checking import Mha, check_shapes
 

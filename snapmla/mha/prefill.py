@@ -12,8 +12,9 @@ import torch
 from dsl_kernels import registry
 from dsl_kernels.formats.mha_list import VALUES, SplitRoom, workspace_words
 from dsl_kernels.spec import VariantSpec
-from snapmla import call as calls
-from snapmla import checks, launch, overlap, runtime
+from snapmla import checks
+from snapmla.call import memo as calls
+from snapmla.checks import overlap
 from snapmla.errors import VariantError
 from snapmla.mha.checking import (
     DEFAULT_D_V,
@@ -27,7 +28,8 @@ from snapmla.mha.checking import (
     words_of,
 )
 from snapmla.mha.gradients import attend
-from snapmla.plan import sm_count
+from snapmla.runtime import launch, variants
+from snapmla.runtime.launch import sm_count
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
@@ -184,13 +186,13 @@ class Ready(NamedTuple):
     They follow from its tensors' shapes, strides, dtype and device, and from its options.
     """
 
-    list_work: runtime.Kernel
-    attend: runtime.Kernel
+    list_work: variants.Kernel
+    attend: variants.Kernel
     words: int
     ctas: int
     scale: float
     causal: int
-    merge: runtime.Kernel | None = None  # of pieces, with room for them
+    merge: variants.Kernel | None = None  # of pieces, with room for them
     room: SplitRoom | None = None
     odd: bool = False  # some tensor's strides over extents of 1 are none that TMA takes
     place: int = 0
@@ -331,29 +333,29 @@ def new_results(q: Tensor) -> Results:
 @functools.lru_cache(maxsize=64)
 def kernels(
     device: torch.device, d_qk: int, dtype: torch.dtype, keys: str
-) -> tuple[runtime.Kernel, runtime.Kernel]:
+) -> tuple[variants.Kernel, variants.Kernel]:
     """(kernel of the list, kernel of attention) on a device; keys ``whole`` or ``split``."""
-    arch = runtime.arch_of(device)
+    arch = variants.arch_of(device)
     spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=NAMES[dtype], keys=keys)
     if registry.module_name(spec) is None:
         raise VariantError(
             f"{arch}: no kernel for dense prefill exists for this architecture yet; there "
             "FlashAttention-4 (flash_attn.cute) and FlashMLA's own flash_attn_varlen_func serve"
         )
-    attend = runtime.kernel(spec, device.type)
+    attend = variants.kernel(spec, device.type)
     items = VariantSpec(op="mha_items", arch=arch, keys=keys)
-    return runtime.kernel(items, device.type), attend
+    return variants.kernel(items, device.type), attend
 
 
 @functools.lru_cache(maxsize=16)
-def merging_kernel(device: torch.device, dtype: torch.dtype, d_v: int) -> runtime.Kernel:
+def merging_kernel(device: torch.device, dtype: torch.dtype, d_v: int) -> variants.Kernel:
     """Loads the kernel that merges partial rows into rows."""
-    arch = runtime.arch_of(device)
+    arch = variants.arch_of(device)
     spec = VariantSpec(op="mha_merge", arch=arch, dtype=NAMES[dtype], d_v=d_v)
-    return runtime.kernel(spec, device.type)
+    return variants.kernel(spec, device.type)
 
 
 _MHA = calls.Op("mha_prefill", _checked, _launch, _traced, _parts, _places)
-runtime.on_forget(_MHA.memo.forget)
-runtime.on_forget(kernels.cache_clear)
-runtime.on_forget(merging_kernel.cache_clear)
+variants.on_forget(_MHA.memo.forget)
+variants.on_forget(kernels.cache_clear)
+variants.on_forget(merging_kernel.cache_clear)

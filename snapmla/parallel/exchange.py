@@ -20,8 +20,8 @@ import torch
 from torch import distributed
 
 from dsl_kernels.formats.dims import KV_LORA_RANK
+from snapmla.dense.merge import merge_states
 from snapmla.errors import SnapMLAError
-from snapmla.merge import merge_states
 
 Tensor = torch.Tensor
 ALIGN = 256  # bytes: where buffers of a workspace begin

@@ -11,16 +11,18 @@ from torch import distributed
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import attention, checks, quant, tracing
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.decode_plan import DecodePlan
-from snapmla.decode_plan.witness import Witness, check_witness
+from snapmla import api, checks
+from snapmla.cache import quant
+from snapmla.cache.paged import PagedKVCache, expect_cache
+from snapmla.call import tracing
+from snapmla.dense import DecodePlan
+from snapmla.dense.plan_cache import PlanCache
+from snapmla.dense.plan_decode import checked_queries, plan_decode
+from snapmla.dense.witness import Witness, check_witness
 from snapmla.errors import SnapMLAError
 from snapmla.parallel.exchange import METHODS, Arena, Collectives, Rows, make_exchange
 from snapmla.parallel.plan import Buffers, ContextPlan, Lengths, Query, scratch_of
 from snapmla.parallel.sharding import Sharding
-from snapmla.plan import checked_queries, plan_decode
-from snapmla.plan_cache import PlanCache
 
 Tensor = torch.Tensor
 HEADS = ("gathered", "replicated")
@@ -420,7 +422,7 @@ class ContextGroup:
         plan._expect_fresh()
         buffers = plan._buffers
         query = self._query(q_nope, q_rope, buffers)
-        attention.decode(
+        api.decode(
             query, cache, block_table, plan.cache_seqlens, softmax_scale=softmax_scale,
             plan=plan.plan, empty_lse=empty_lse, out=buffers.part, lse=buffers.part_lse,
             cu_seqlens_q=cu_seqlens_q, row_seqlens=plan.row_seqlens,

@@ -10,12 +10,13 @@ import torch
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import checks, launch
+from snapmla import checks
+from snapmla.cache.quant import QuantizedQuery
 from snapmla.checks.tensors import FP8
-from snapmla.decode_plan import DecodePlan
+from snapmla.dense import DecodePlan
 from snapmla.parallel.exchange import Arena, Exchange, Rows, make_exchange
 from snapmla.parallel.sharding import Sharding
-from snapmla.quant import QuantizedQuery
+from snapmla.runtime import launch
 
 if TYPE_CHECKING:
     from snapmla.parallel.group import ContextGroup

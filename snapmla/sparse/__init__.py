@@ -3,7 +3,7 @@
     plan.py        ``plan_sparse_decode`` and ``SparsePlan``: who computes what
     plan_cache.py  ``SparsePlanCache``: plans of an engine by shape of step
     decode.py      what ``snapmla.decode(..., indices=)`` does
-    prefill.py     ``sparse_prefill`` over rows of BF16, flash_mla_names.py FlashMLA's name for it;
+    prefill.py     ``sparse_prefill`` over rows of BF16;
     prefill_fp8.py the same straight from the FP8 cache, by sparse decode, and its plans
     explain.py     ``explain_prefill``: which call is the fastest for a prompt
     rows.py        the same decode over a BF16 cache, by the kernels of sparse_prefill; rows_plan.py

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import call as calls
-from snapmla import checks, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
-from snapmla.decode_plan import TENSORS, PlanVariant
-from snapmla.decode_plan.choices import choices
-from snapmla.decode_plan.witness import Witness, check_witness, compared, no_offsets
-from snapmla.dispatch import pipeline_of
-from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla import checks
+from snapmla.cache.paged import PagedKVCache, expect_cache
+from snapmla.cache.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.call import memo as calls
+from snapmla.call import tracing
+from snapmla.checks import overlap
+from snapmla.dense import TENSORS, PlanVariant
+from snapmla.dense.call_checks import check_outputs, lse_shape, rows_of
+from snapmla.dense.choices import choices
+from snapmla.dense.witness import Witness, check_witness, compared, no_offsets
+from snapmla.rank import pipeline_of
+from snapmla.runtime import variants
 from snapmla.sparse import query as queries
 from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
@@ -29,13 +32,26 @@ from snapmla.sparse.two_lists import Second
 
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
-# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra,
-# witness
-Call = tuple[
-    Any, PagedKVCache, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any,
-    torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None, Second | None,
-    Witness | None,
-]  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A call of ``decode`` with ``indices`` over a cache of other formats than rows of 16 bits.
+
+    Unpacked whole where it is read on every call: fields by name take twice as long.
+    """
+
+    q: Any
+    cache: PagedKVCache
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    plan: Any
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    options: Options
+    out_dtype: torch.dtype | None
+    extra: Second | None
+    witness: Witness | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,19 +107,21 @@ def sparse_decode(
                 q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
             )
         )
-    call: Call = (
+    call = Call(
         q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra,
         witness,
     )  # fmt: skip
     if pipeline is not None and isinstance(cache, PagedKVCache):
-        own = pipeline_of(runtime.arch_of(cache.device), cache.format)
+        own = pipeline_of(variants.arch_of(cache.device), cache.format)
         checks.choice("pipeline", pipeline, (own,))
     return calls.run(_SPARSE, plan, call)
 
 
 def _parts(call: Call) -> calls.Parts:
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
-    extra, witness = call[10:]
+    (
+        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra,
+        witness,
+    ) = call  # fmt: skip
     content, rope, token_scale = cache.asks
     own: tuple[_Tensor, ...] = ()
     if q.__class__ is _Tensor:
@@ -137,9 +155,13 @@ def _tensors_of(extra: Second | None) -> tuple[torch.Tensor | None, ...]:
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Spans of what is written and read; None if query or cache do not fit the plan, or if the
-    memory of one of the three has moved."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_, extra, witness = call
+    """Spans in groups: those of each result, then those of all that the kernel reads.
+
+    None if something has no plain memory, if the query or a cache does not fit the plan, or if the
+    memory of the plan, a cache or a quantised query has moved.  Raises ValueError if the gather's
+    32 bits do not reach a cache's tokens.
+    """
+    q, cache, plan, extra = call.q, call.cache, call.plan, call.extra
     if not tracing.plain(q, cache, plan, *(extra or ())[:1]):
         return None
     check_reach(named("cache", cache))  # another cache than the one that was checked
@@ -157,8 +179,9 @@ def _places(call: Call, _: object) -> calls.Groups | None:
         and (own or q.stays)
     ):
         return None
-    results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
-    read = indices, topk_length, attn_sink, *_tensors_of(extra), *(witness or ())
+    results = [() if t is None else (overlap.span(t),) for t in (call.out, call.lse)]
+    lists = call.indices, call.topk_length, call.attn_sink
+    read = *lists, *_tensors_of(extra), *(call.witness or ())
     tables = [overlap.span(t) for t in read if t is not None]
     query = tuple(map(overlap.span, own)) if own else q.spans
     return *results, (*query, *cache.spans, *plan.spans, *tables)
@@ -166,8 +189,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
 
 def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
-    extra, witness = call[10:]
+    q, cache, indices, plan, extra = call.q, call.cache, call.indices, call.plan, call.extra
     _expect(q, cache, indices, plan)
     check_reach(named("cache", cache))
     device, rows = q.device, rows_of(q)
@@ -195,38 +217,37 @@ def _checked(call: Call) -> Call:
             checks.value_error("plan", wanted, None, hint)
         plan = plan_sparse_decode(
             rows[-1], rows[1], topk=indices.shape[-1], batch=rows[0], device=device,
-            topk_length=check_lengths(topk_length, rows[0], device), cache_dtype=cache.format,
+            topk_length=check_lengths(call.topk_length, rows[0], device), cache_dtype=cache.format,
         )  # fmt: skip
     else:
         _check_plan(plan, rows, cache, indices, device)
-    _check_witness(plan, call[5], witness, extra)
-    check_lengths(topk_length, plan.batch, device)
-    if attn_sink is not None:
-        checks.tensor("attn_sink", attn_sink, (torch.float32,), (rows[-1],), device)
-        checks.contiguous("attn_sink", attn_sink)
-    check_outputs(out, lse, rows, out_dtype, device, plan.variant.out_dtypes)
-    checks.softmax_scale(options[0])
-    choices(False, *options[1:])
+    _check_witness(plan, call)
+    check_lengths(call.topk_length, plan.batch, device)
+    if call.attn_sink is not None:
+        checks.tensor("attn_sink", call.attn_sink, (torch.float32,), (rows[-1],), device)
+        checks.contiguous("attn_sink", call.attn_sink)
+    check_outputs(call.out, call.lse, rows, call.out_dtype, device, plan.variant.out_dtypes)
+    checks.softmax_scale(call.options[0])
+    choices(False, *call.options[1:])
     _check_apart(call, plan)
-    return (*call[:5], plan, *call[6:10], extra, witness)
+    return call._replace(plan=plan, extra=extra)
 
 
-def _check_witness(
-    plan: SparsePlan, given: object, witness: Witness | None, extra: Second | None
-) -> None:
+def _check_witness(plan: SparsePlan, call: Call) -> None:
     """Checks that the plan can be compared with the call's witness."""
+    witness = call.witness
     if witness is None:
         return
     name = next(iter(witness.named))
-    if given is None:
+    if call.plan is None:
         checks.value_error(name, "None without a plan", "a tensor", "there is nothing to compare")
-    if extra is not None:
+    if call.extra is not None:
         checks.value_error(name, "None beside a second list", "a tensor")
     check_witness(plan, witness, "row_lengths")
 
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
-    """Checks that the four are of kinds that go together."""
+    """Checks that query, cache, lists and plan are of kinds that go together."""
     if isinstance(cache, PagedKVCache) and FORMATS[cache.format].named:
         record = FORMATS[cache.format]
         if not record.sparse:
@@ -274,20 +295,20 @@ def _check_plan(
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:
     """Checks that given results share no memory with what the call reads, or one another."""
-    q, cache, indices, topk_length, attn_sink, _, out, lse, *_, extra, witness = call
+    extra, witness = call.extra, call.witness
     names = ("extra_cache.kv", "extra_indices", "extra_length")
     read = {
-        **named_query(q),
-        **named("cache", cache),
-        "indices": indices,
-        "topk_length": topk_length,
-        "attn_sink": attn_sink,
+        **named_query(call.q),
+        **named("cache", call.cache),
+        "indices": call.indices,
+        "topk_length": call.topk_length,
+        "attn_sink": call.attn_sink,
         **dict(zip(names, _tensors_of(extra), strict=extra is not None)),
         **({} if witness is None else witness.named),
         **{f"plan.{name}": getattr(plan, name) for name in TENSORS},
     }
-    checks.apart("out", out, {**read, "lse": lse})
-    checks.apart("lse", lse, read)
+    checks.apart("out", call.out, {**read, "lse": call.lse})
+    checks.apart("lse", call.lse, read)
 
 
 def named_query(q: Any) -> dict[str, torch.Tensor]:
@@ -305,8 +326,10 @@ def _both_lengths(plan: SparsePlan, indices: torch.Tensor, extra: Second) -> tor
 
 def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, Any]:
     """Launches a checked call; see ``call.Op``."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
-    extra, witness = call[10:]
+    (
+        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra,
+        witness,
+    ) = call  # fmt: skip
     if not ready:
         ready = _prepare(plan, options, out_dtype if out is None else out.dtype)
     if out is None:
@@ -356,10 +379,10 @@ def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> P
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, *_ = call
-    extra, witness = call[10:]
+    witness = call.witness
     _expect(q, cache, indices, plan)
     rows = rows_of(q)
-    if extra is not None:
+    if call.extra is not None:
         hint = "torch.ops.snapmla has one list"
         checks.value_error("extra", "None where a tracer asks for the call", "a second list", hint)
     if plan is None:
@@ -369,9 +392,9 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 topk_length=topk_length, attn_sink=attn_sink, plan=plan, out=out, lse=lse,
                 lse_base=options[1], empty_lse=options[2], out_dtype=out_dtype, witness=witness,
             )  # fmt: skip
-        plan = _checked(call)[5]
+        plan = _checked(call).plan
     _check_plan_shape(plan, rows)
-    _check_witness(plan, call[5], witness, extra)
+    _check_witness(plan, call)
     _, factor, empty = choices(False, *options[1:])
     ragged, own = len(rows) == 2, _own(q)
     if own:

@@ -20,9 +20,9 @@ import torch
 
 from dsl_kernels.formats.dims import TOKEN_TILE
 from snapmla import checks
-from snapmla.dispatch import calls as dispatch
-from snapmla.dispatch.cards import Card, card_named, find_card
 from snapmla.mha.backward import backward_workspace_size
+from snapmla.rank import calls as dispatch
+from snapmla.rank.cards import Card, card_named, find_card
 from snapmla.sparse.plan import MAX_TOPK
 from snapmla.sparse.prefill import MAX_HEADS, MAX_TOKENS
 from snapmla.sparse.rows_kernel import row_tile_of
@@ -166,7 +166,7 @@ def _sparse_us(
 
 
 def _decode_us(tokens: int, heads: int, card: Card) -> float:
-    """Microseconds of a decode of one sequence, of whose tokens half are seen in the mean."""
+    """Microseconds of a decode of one sequence, half of which a query token sees in the mean."""
     asked = dispatch.explain(heads, tokens, batch=1, seqlen=(tokens + 1) // 2, card=card.name)
     times = [v.us for v in asked.verdicts if v.us is not None and v.chosen]
     return times[0] if times else float("inf")

@@ -51,9 +51,13 @@ def check_lengths(
 
 
 def check_reach(parts: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the gather's 32 bits reach all tokens of a cache's (pages, page_size, …).
+    """Checks that the gather's 32 bits reach all tokens of a cache's tensors.
 
-    Asked of real tensors: where a tracer asks for the call, the operator does when it runs."""
+    Called for real tensors: if a tracer records the call, the operator checks when it runs.
+
+    Args:
+        parts: the tensors, (pages, page_size, ...), by their names in messages.
+    """
     for name, part in parts.items():
         if max(part.stride()[:2], default=0) * part.element_size() >= MAX_STRIDE:
             wanted = "pages and tokens less than 4 GiB apart"

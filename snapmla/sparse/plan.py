@@ -10,26 +10,29 @@ import torch
 
 from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, dispatch, runtime, tracing
-from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
-from snapmla.plan import PlanOptions, StepShape, make_plan, sm_count
+from snapmla import checks, rank
+from snapmla.call import tracing
+from snapmla.dense import NAMES, DecodePlan, PlanVariant, new_workspace
+from snapmla.dense.plan_decode import PlanOptions, StepShape, make_plan
+from snapmla.runtime import variants
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse.rows_plan import MAX_TOPK, SparseRowsPlan, plan_rows
 
 
 class SparseVariant(PlanVariant):
     """Choice of a sparse plan's kernel."""
 
-    def kernel(self, out_dtype: torch.dtype) -> runtime.Kernel:
+    def kernel(self, out_dtype: torch.dtype) -> variants.Kernel:
         """The exported function that writes ``out_dtype``, loaded once."""
         if out_dtype not in self.out_dtypes:
             wanted = " or ".join(checks.dtype_name(d) for d in self.out_dtypes)
             checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
-        arch = runtime.arch_of(self.device)
+        arch = variants.arch_of(self.device)
         spec = sparse_spec(
             arch, self.row_tile, NAMES[out_dtype], self.p_terms, cache=self.format,
             pipeline=self.pipeline,
         )  # fmt: skip
-        self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
+        self.kernels[out_dtype] = variants.kernel(spec, self.device.type)
         return self.kernels[out_dtype]
 
 
@@ -107,15 +110,13 @@ class SparseOptions(PlanOptions):
         """An entry of ``indices`` names one token."""
         return checks.integer("page_size", self.page_size, 1, 1)
 
-    def kernel(
-        self, device: torch.device, s_q: int, size: dispatch.Size | None = None
-    ) -> VariantSpec:
+    def kernel(self, device: torch.device, s_q: int, size: rank.Size | None = None) -> VariantSpec:
         """The kernel that the dispatcher names; with ``fixed_split_tokens`` however many query
         tokens there are, as each row tile rounds in its own way, and where a graph is traced for
         any number of them."""
         known = size is not None and isinstance(size.batch, int) and isinstance(size.seqlen, int)
-        return dispatch.choose_sparse(
-            dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
+        return rank.choose_sparse(
+            rank.card_of(device), self.num_heads, pipeline=self.pipeline,
             row_tile=self.row_tile, accuracy=self.accuracy, cache=self.format,
             size=size if known and self.fixed_split_tokens is None else None,
         )  # fmt: skip
@@ -126,7 +127,7 @@ class SparseOptions(PlanOptions):
 
     def parts(self, device: torch.device, unit_rows: int, units: int, spec: VariantSpec) -> int:
         """Number of parts that fill the device; fewer for a few tokens of several row blocks."""
-        return dispatch.parts_of_lists(sm_count(device), unit_rows, units, spec)
+        return rank.parts_of_lists(sm_count(device), unit_rows, units, spec)
 
 
 def sparse_spec(
@@ -145,7 +146,7 @@ def sparse_spec(
         pipeline: None: that of the cache there.
     """
     return VariantSpec(
-        op="sparse_decode", arch=arch, pipeline=pipeline or dispatch.pipeline_of(arch, cache),
+        op="sparse_decode", arch=arch, pipeline=pipeline or rank.pipeline_of(arch, cache),
         row_tile=row_tile,
         out_dtype=out_dtype, p_terms=p_terms, cache_dtype=cache,
     )  # fmt: skip
@@ -171,7 +172,7 @@ def _forget() -> None:
         variant.kernels.clear()
 
 
-runtime.on_forget(_forget)
+variants.on_forget(_forget)
 
 
 def plan_sparse(
@@ -334,7 +335,7 @@ def plan_sparse_decode(
     options = SparseOptions(
         num_heads=num_heads, num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
         fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-        check_stale=check_stale, accuracy=accuracy, format=dispatch.sparse_cache_name(value, name),
+        check_stale=check_stale, accuracy=accuracy, format=rank.sparse_cache_name(value, name),
     )  # fmt: skip
     topk = checks.integer("topk", topk, 1, MAX_TOPK)
     lengths = sparse_lengths(topk_length, batch, device, topk)

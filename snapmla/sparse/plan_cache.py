@@ -6,10 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from snapmla import checks, dispatch, tracing
-from snapmla.decode_plan import DecodePlan
-from snapmla.plan import StepShape
-from snapmla.plan_cache import COUNT, MOST_UNPINNED, Key, Plans, counted
+from snapmla import checks, rank
+from snapmla.call import tracing
+from snapmla.dense import DecodePlan
+from snapmla.dense.plan_cache import COUNT, MOST_UNPINNED, Key, Plans, counted
+from snapmla.dense.plan_decode import StepShape
 from snapmla.sparse.plan import AS_PLANNED, MAX_TOPK, SparseOptions, SparsePlan, sparse_lengths
 
 LENGTHS, OWN = 1, 2  # bits of a key: a shape's plans have lengths, of each query token as well
@@ -73,7 +74,7 @@ class SparsePlanCache(Plans[SparsePlan]):
             num_heads=num_heads, num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
             check_stale=check_stale, accuracy=accuracy,
-            format=dispatch.sparse_cache_name(value, name),
+            format=rank.sparse_cache_name(value, name),
         )  # fmt: skip
         super().__init__(options, device, capacity)
         # of shapes without ``topk_length``, by (batch, topk): what stands for it

@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
-from snapmla import call as calls
-from snapmla import checks, launch, op, runtime, tracing
-from snapmla.cache import PagedKVCache
-from snapmla.plan import sm_count
-from snapmla.quant import QuantizedQuery
+from snapmla import checks
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.call import memo as calls
+from snapmla.call import op, tracing
+from snapmla.runtime import launch, variants
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse.plan import SparsePlan
 from snapmla.sparse.prefill_fp8 import FP8Results, prefill_from_fp8
 from snapmla.sparse.rows_kernel import kernel_of, row_tile_of
@@ -170,9 +172,9 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Arguments of a launch that follow from shapes and options."""
+    """Kernel, arguments and a switch of a launch; shapes, strides and options decide them."""
 
-    kernel: runtime.Kernel
+    kernel: variants.Kernel
     ctas: int
     scale: float
     no_lengths: Tensor

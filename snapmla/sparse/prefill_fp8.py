@@ -17,8 +17,8 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import DEFAULT, FORMATS
 from snapmla import checks
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.quant import QuantizedQuery
+from snapmla.cache.paged import PagedKVCache, expect_cache
+from snapmla.cache.quant import QuantizedQuery
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import MAX_TOPK, SparsePlan, plan_sparse_decode
 from snapmla.sparse.rows_plan import MAKE_PLAN
@@ -87,7 +87,7 @@ def prefill_from_fp8(
     lse: Tensor | None,
     plan: SparsePlan | None,
 ) -> FP8Results:
-    """Runs ``sparse_prefill`` over an FP8 cache; arguments and errors as there."""
+    """Computes ``sparse_prefill``'s results over an FP8 cache; arguments and errors as there."""
     expect_cache(cache)
     record = FORMATS[cache.format]
     if not record.one_scale:

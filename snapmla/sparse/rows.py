@@ -15,13 +15,16 @@ import torch
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import call as calls
-from snapmla import checks, launch, overlap, tracing
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
-from snapmla.decode_plan.choices import choices
-from snapmla.plan import sm_count
-from snapmla.quant import QuantizedQuery, named
+from snapmla import checks
+from snapmla.cache.paged import PagedKVCache, expect_cache
+from snapmla.cache.quant import QuantizedQuery, named
+from snapmla.call import memo as calls
+from snapmla.call import tracing
+from snapmla.checks import overlap
+from snapmla.dense.call_checks import check_outputs, lse_shape, rows_of
+from snapmla.dense.choices import choices
+from snapmla.runtime import launch
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse import query as queries
 from snapmla.sparse.lists import check_indices, check_lengths, check_reach, read
 from snapmla.sparse.query import QueryPair
@@ -75,8 +78,11 @@ def _parts(call: Call) -> calls.Parts:
 
 
 def _places(call: Call, _: object) -> calls.Groups | None:
-    """Spans of what is written and read; None if the cache does not fit the plan, or if the memory
-    of either has moved."""
+    """Spans in groups: those of each result, then those of all that the kernels read.
+
+    None if something has no plain memory, if the cache is not one of rows on the plan's device, or
+    if the memory of the cache or the plan has moved.  Raises ValueError as ``check_pages``.
+    """
     q, cache, plan = call.q, call.cache, call.plan
     if not (
         tracing.plain(q, cache, plan)

@@ -8,7 +8,7 @@ import torch
 
 from dsl_kernels.families.sparse_prefill import ROW_TILES, row_tile_of, split_row_tile_of
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 
 __all__ = ["ROW_TILES", "kernel_of", "row_tile_of", "split_row_tile_of"]
 
@@ -21,13 +21,13 @@ def kernel_of(
     figures: str = "whole",
     lists: str = "one",
     query: str = "one",
-) -> runtime.Kernel:
+) -> variants.Kernel:
     """The exported function; the last three are axes of the family ``sparse_prefill``."""
     spec = VariantSpec(
-        op="sparse_prefill", arch=runtime.arch_of(device), row_tile=row_tile, d_qk=d_qk,
+        op="sparse_prefill", arch=variants.arch_of(device), row_tile=row_tile, d_qk=d_qk,
         figures=figures, lists=lists, query=query,
     )  # fmt: skip
-    return runtime.kernel(spec, device.type)
+    return variants.kernel(spec, device.type)
 
 
-runtime.on_forget(kernel_of.cache_clear)
+variants.on_forget(kernel_of.cache_clear)

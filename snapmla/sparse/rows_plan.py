@@ -17,9 +17,11 @@ import torch
 
 from dsl_kernels.formats import rows16
 from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
-from snapmla import call as calls
-from snapmla import checks, launch, tracing
-from snapmla.plan import sm_count
+from snapmla import checks
+from snapmla.call import memo as calls
+from snapmla.call import tracing
+from snapmla.runtime import launch
+from snapmla.runtime.launch import sm_count
 from snapmla.sparse.rows_kernel import ROW_TILES, row_tile_of, split_row_tile_of
 
 MAKE_PLAN = "make one for this step's shapes with snapmla.plan_sparse_decode"
@@ -79,7 +81,10 @@ class SparseRowsPlan(launch.OverTensors):
             self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Checks that tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
+        """Raises an error if a table's shape does not fit the plan's numbers.
+
+        ``dataclasses.replace`` can mix tables and numbers of two plans.
+        """
         tokens, heads = self.batch * self.s_q, self.num_heads
         each = 0 if self.s_q == 1 else tokens
         slots = tokens * self.pieces if self.pieces > 1 else 0

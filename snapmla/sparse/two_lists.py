@@ -14,7 +14,7 @@ import torch
 from dsl_kernels.formats.dims import TOKEN_TILE
 from dsl_kernels.formats.registered import FORMATS, Names
 from snapmla import checks
-from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.cache.paged import PagedKVCache, expect_cache
 from snapmla.sparse.lists import check_indices
 
 TAKEN = Names(lambda each: each.two_lists)  # formats

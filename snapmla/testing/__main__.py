@@ -21,8 +21,8 @@ from rich.progress import track
 
 from codegen import artifacts, matrix
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
 from snapmla.errors import VariantError
+from snapmla.runtime import env
 from snapmla.testing import explanations, launches, selfcheck
 from softgpu import Hazard, LoadedKernel, Options, SoftGpuError, using
 from softgpu import mutate as mutation

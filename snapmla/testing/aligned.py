@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from snapmla.attention import decode
-from snapmla.cache import PagedKVCache
-from snapmla.decode_plan import DecodePlan
-from snapmla.plan import plan_decode
-from snapmla.quant import QuantizedQuery
+from snapmla.api import decode
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.dense import DecodePlan
+from snapmla.dense.plan_decode import plan_decode
 from snapmla.testing.reference import mla_decode_reference
 from snapmla.testing.rounding import quantize_rows
 

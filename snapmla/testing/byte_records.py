@@ -10,7 +10,7 @@ from dsl_kernels.formats.dims import E4M3_MAX
 from dsl_kernels.formats.format import ZEROS, Format
 from dsl_kernels.formats.registered import FORMATS
 from snapmla import checks
-from snapmla.byte_cache import DTYPES, Fields, fields_of
+from snapmla.cache.byte_cache import DTYPES, Fields, fields_of
 from snapmla.testing.rounding import FP8, to_e4m3
 
 FRACTION, EXPONENT_AT = 0x7FFFFF, 23  # of an fp32 number

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, runtime
-from snapmla.cache import PagedKVCache
-from snapmla.decode_plan import DecodePlan
-from snapmla.quant import QuantizedQuery
+from snapmla import checks
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.dense import DecodePlan
+from snapmla.runtime import variants
 from snapmla.testing import metrics, reference, rounding
 
 WIDE = "f16"  # pipeline with products in 16 bits
@@ -53,7 +54,9 @@ def blocks_of(spec: VariantSpec, mimic: rounding.QuantConfig) -> rounding.QuantC
 
 @dataclass(frozen=True)
 class QkErrors:
-    """Errors of a decode that Q.K's sums alone cause: the tensor core's accumulator cuts bits off.
+    """Errors of a decode that Q.K's sums alone cause, and the error that would remain.
+
+    The sums err as the tensor core's accumulator cuts bits off.
 
     Attributes:
         error: relative L2 to fp64 of attention by the tensor core's logits, all else exact.
@@ -243,7 +246,7 @@ def _mimic_of(plan: DecodePlan | None) -> rounding.QuantConfig:
         return MIMIC_OF["sm_90a"]
     if plan.pipeline == WIDE:
         return rounding.MIMIC_F16
-    mimic = replace(MIMIC_OF[runtime.arch_of(plan.device)], p_terms=plan.p_terms)
+    mimic = replace(MIMIC_OF[variants.arch_of(plan.device)], p_terms=plan.p_terms)
     return replace(mimic, p_block=plan.token_tile, promote_tokens=plan.token_tile)
 
 

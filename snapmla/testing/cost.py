@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from snapmla.dispatch.cards import cards, find_card
+from snapmla.rank.cards import cards, find_card
 from snapmla.testing import selfcheck, workloads
 from snapmla.testing.workloads.call import Sizes
 from softgpu import LoadedKernel, Options, using

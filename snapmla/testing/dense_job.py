@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import EXPONENT_CHANNELS, HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.decode_plan import new_workspace
+from snapmla.dense import new_workspace
+from snapmla.runtime import variants
 from snapmla.testing import metrics
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 from snapmla.testing.plan_tables import PlanTables
@@ -298,7 +298,7 @@ class DenseJob:
     def __init__(
         self, spec: VariantSpec, lengths: Sequence[int] = (64, 0, 130, 1), parts: int = 2, *,
         heads: int | None = None, s_q: int | None = None, kv_heads: int = 1,
-        planner: runtime.Kernel | None = None,
+        planner: variants.Kernel | None = None,
         amplitude: float | Sequence[float] = 10.0, device: str = "cpu",
     ) -> None:  # fmt: skip
         usual = SHAPES[spec.row_tile]
@@ -358,7 +358,7 @@ class DenseJob:
             "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
 
-    def run(self, kernel: runtime.Kernel) -> tuple[Tensor, Tensor]:
+    def run(self, kernel: variants.Kernel) -> tuple[Tensor, Tensor]:
         """(out, lse) of one call."""
         moved = {
             name: x.to(self.device) if isinstance(x, Tensor) else x

@@ -36,15 +36,15 @@ def quantize_ds_mla_rows(c: Tensor, rope: Tensor, *, power_of_two: bool = False)
 def dequantize_ds_mla_rows(
     rows: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """Dequantises rows as ``fetch_dequant``: content * scale in fp32, rounded to ``dtype``; RoPE.
+    """Dequantises rows as ``fetch_dequant`` does: content * scale in fp32, rounded to ``dtype``.
 
     Args:
         rows: uint8 (..., 656), contiguous rows.
         dtype: of the result.
 
     Returns:
-        (c_kv (..., 512), k_rope (..., 64)).  A group whose scale is 0 is zeros, whatever its
-        content is.
+        (c_kv (..., 512), k_rope (..., 64)), both of ``dtype``.  A group whose scale is 0 is zeros,
+        whatever its content is.
 
     Raises:
         RuntimeError: from torch, if ``rows`` has another width.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.registered import DEFAULT, FORMATS
-from snapmla.cache import PagedKVCache
+from snapmla.cache.paged import PagedKVCache
 from snapmla.testing.byte_records import dequantize_tokens
 from snapmla.testing.rounding import dequantize_rows
 

@@ -37,7 +37,12 @@ class Row(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of the tokens that a row sees; sizes, sum_h |w| |relu| scale, which bound errors."""
+    """Scores of one row, fp64: a value and a size for each token that it sees.
+
+    Attributes:
+        values: (tokens,).
+        size: (tokens,) sum_h |w| |relu| scale; errors may be a small fraction of it.
+    """
 
     values: Tensor
     size: Tensor

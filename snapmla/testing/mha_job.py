@@ -258,6 +258,7 @@ class MhaJob:
         ks: K's tensors, (total_k, h_k, 128) and of d_qk 192 (total_k, 1 or h_k, 64); of d_qk 256
             they have 192 and 64 channels.
         lq, lk: lengths of the sequences.
+        fill: value of results before a call.
     """
 
     q: Tensor
@@ -268,6 +269,7 @@ class MhaJob:
     causal: bool = True
     scale: float = 0.0
     ctas: int = 2
+    fill: float = math.nan
 
     @classmethod
     def draw(
@@ -307,16 +309,20 @@ class MhaJob:
         return sum(key_tiles(self.lq[i], self.lk[i], m, self.causal) for i, m in row_tiles(*given))
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of one call by name: results full of NaN, the work list made on the host."""
+        """Arguments of one call by name: results full of ``fill``, work list made on the host."""
         keys = dict(zip(("k_nope", "k_rope"), self.ks))
         t, h, _ = self.q.shape
-        most = max(1, most_tiles(t, len(self.lq)) * h)
+        most, device = max(1, most_tiles(t, len(self.lq)) * h), self.q.device
+        tables = {
+            "cu_seqlens_q": offsets(self.lq), "cu_seqlens_k": offsets(self.lk),
+            "work": work_of(self.lq, self.lk, self.causal, t),
+        }  # fmt: skip
+        out = torch.full((t, h, self.v.shape[-1]), self.fill, device=device)
         return {
-            "q": self.q, **keys, "v": self.v, "cu_seqlens_q": offsets(self.lq),
-            "cu_seqlens_k": offsets(self.lk), "work": work_of(self.lq, self.lk, self.causal, t),
-            "out": torch.full((t, h, self.v.shape[-1]), math.nan).to(self.q.dtype),
-            "lse": torch.full((h, t), math.nan), "softmax_scale": self.scale,
-            "causal": int(self.causal), "ctas": min(self.ctas, most),
+            "q": self.q, **keys, "v": self.v,
+            **{name: table.to(device) for name, table in tables.items()},
+            "out": out.to(self.q.dtype), "lse": torch.full((h, t), self.fill, device=device),
+            "softmax_scale": self.scale, "causal": int(self.causal), "ctas": min(self.ctas, most),
         }  # fmt: skip
 
     def errors(self, result: tuple[Tensor, Tensor]) -> MhaErrors:

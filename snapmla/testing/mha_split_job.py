@@ -118,10 +118,11 @@ class SplitJob(MhaJob):
     def arguments(self) -> dict[str, Any]:
         """Arguments as of what is not split, and partial rows full of NaN."""
         given, room, heads = super().arguments(), self.room, self.q.shape[1]
-        partial = torch.full((room.rows, heads, self.v.shape[-1] + 1), math.nan)
+        shape, device = (room.rows, heads, self.v.shape[-1] + 1), self.q.device
+        partial = torch.full(shape, math.nan, device=device)
         most = max(1, (most_tiles(len(self.q), len(self.lq)) + 2 * room.splits) * heads)
         own = {
-            "work": split_work(self.lq, self.lk, self.causal, room),
+            "work": split_work(self.lq, self.lk, self.causal, room).to(device),
             "partial_out": partial[..., :-1].contiguous(), "partial_lse": partial[..., -1].clone(),
             "ctas": min(self.ctas, most),
         }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 
 
@@ -45,7 +45,7 @@ def check(spec: VariantSpec) -> selfcheck.Result:
     Raises:
         VariantError: it is not built, and nothing compiles here.
     """
-    artifact = runtime.find_or_build(spec, need_library=True)
+    artifact = variants.find_or_build(spec, need_library=True)
     record = json.loads((artifact.directory / f"{spec.name}.json").read_text("utf-8"))
     names = [argument["name"] for argument in record["arguments"]]
-    return selfcheck.check_kernel(spec, on_the_card(runtime.kernel(spec, "cuda")), names)
+    return selfcheck.check_kernel(spec, on_the_card(variants.kernel(spec, "cuda")), names)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW
-from snapmla import byte_cache
+from snapmla.cache import byte_cache
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.dense_job import DenseErrors
 from snapmla.testing.record_job import RecordJob, RecordShape, poisoned_rows

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.formats.dims import ITEM_WORDS
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.reference_plan import BALANCE, Cuts, PlanReference, Queries
 
 
@@ -65,7 +65,7 @@ class PlanTables:
 
     def fill(
         self,
-        kernel: runtime.Kernel,
+        kernel: variants.Kernel,
         cache_seqlens: torch.Tensor,
         queries: Queries,
         numbers: tuple[int, int, int, int],

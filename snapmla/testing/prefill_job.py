@@ -125,6 +125,7 @@ class PrefillJob:
         width: entries of a piece where lists are split; results are then those of merge, without
             largest logits.
         apart: whether content and RoPE of queries are a tensor each.
+        empty_lse: of query tokens without rows, where lists are split.
     """
 
     q: Tensor
@@ -138,6 +139,7 @@ class PrefillJob:
     indexer_topk: int | None = None
     width: int | None = None
     apart: bool = False
+    empty_lse: float = math.inf
 
     @classmethod
     def draw(
@@ -248,7 +250,7 @@ class PrefillJob:
             "out": given["out"][:, None], "lse": given["lse"][..., None],
             "o_accum": torch.full((s_q * pieces, heads, D_V), math.nan, device=device),
             "lse_accum": torch.full((s_q * pieces, heads), math.nan, device=device),
-            "lse_factor": math.log(2), "empty_lse": math.inf, "width": self.width,
+            "lse_factor": math.log(2), "empty_lse": self.empty_lse, "width": self.width,
             "ctas": min(self.ctas, s_q * pieces * -(-heads // self.rows)),
         }  # fmt: skip
 
@@ -266,8 +268,8 @@ class PrefillJob:
     def first_lse(self, i: int) -> tuple[Tensor, Tensor]:
         """(LSE (h,), magnitudes (h,)) of query token ``i`` over the indexer's choice, in fp64.
 
-        The choice is the first ``indexer_topk`` entries.  Magnitudes: sum of |q k| * scale behind
-        the largest logit.
+        The choice is the first ``indexer_topk`` entries.  Magnitudes: sum over channels of
+        |q k| * scale, for the row with the largest logit.
         """
         assert self.indexer_topk is not None
         count = torch.tensor([min(self.counts[i], self.indexer_topk)], dtype=torch.int32)
@@ -280,7 +282,7 @@ class PrefillJob:
     def reference(self, i: int, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out (h, 512), max_logits (h,), lse (h,), magnitudes (h,)) of query token ``i``, in fp64.
 
-        Magnitudes: sum of |q k| * scale behind the largest logit.
+        Magnitudes: sum over channels of |q k| * scale, for the row with the largest logit.
 
         Args:
             rounded: True rounds P as the kernel does.

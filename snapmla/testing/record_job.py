@@ -16,7 +16,7 @@ from dsl_kernels.formats.ds_mla import LEAST_SCALE
 from dsl_kernels.formats.format import ZEROS, Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache
+from snapmla.cache import byte_cache
 from snapmla.testing import dense_job, metrics, record_qk
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.dense_job import OUT_GATE, DenseErrors

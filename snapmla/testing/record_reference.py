@@ -16,7 +16,7 @@ from torch import Tensor
 from dsl_kernels.formats import ds_mla
 from dsl_kernels.formats.dims import TOKEN_TILE
 from dsl_kernels.formats.format import ZEROS, Format
-from snapmla import byte_cache
+from snapmla.cache import byte_cache
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
 LOG2E = math.log2(math.e)

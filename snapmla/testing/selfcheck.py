@@ -17,8 +17,8 @@ import torch
 
 from dsl_kernels.arguments import ordered
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
 from snapmla.errors import VariantError
+from snapmla.runtime import variants
 from snapmla.testing import metrics, workloads
 from snapmla.testing.comparison import DecodeErrors, decode_errors
 from snapmla.testing.workloads.call import DTYPES, Call, Job, Result, run_all, same_bits
@@ -117,7 +117,7 @@ def without_work(spec: VariantSpec) -> Result:
     )
 
 
-def job_of(spec: VariantSpec, planner: runtime.Kernel | None) -> Job | None:
+def job_of(spec: VariantSpec, planner: variants.Kernel | None) -> Job | None:
     """The job of an op's workload with its architecture's lengths, None if it has no jobs.
 
     Args:
@@ -128,15 +128,15 @@ def job_of(spec: VariantSpec, planner: runtime.Kernel | None) -> Job | None:
         return None
     torch.manual_seed(0)
     lengths = Workload.BY_ARCH.get(spec.arch, Workload.LENGTHS)
-    return make(spec, lengths, cast(runtime.Kernel, planner))
+    return make(spec, lengths, cast(variants.Kernel, planner))
 
 
 def load(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
     """The variant for the software GPU.  Raises VariantError if ``directory`` lacks it."""
-    artifact = runtime.find(spec, [directory])
+    artifact = variants.find(spec, [directory])
     if artifact is None:
         raise VariantError(f"{spec.name}: not built in {directory}")
-    return cast("softgpu.LoadedKernel", runtime.load(artifact, "cpu"))
+    return cast("softgpu.LoadedKernel", variants.load(artifact, "cpu"))
 
 
 def load_or_build(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
@@ -147,14 +147,14 @@ def load_or_build(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
     try:
         return load(spec, directory)
     except VariantError:
-        return load(spec, runtime.find_or_build(spec, need_library=False).directory)
+        return load(spec, variants.find_or_build(spec, need_library=False).directory)
 
 
 class Workload:
     """Small calls of a variant that take every path, for the hazard check and the mutation study.
 
     A decode is a dependent launch right behind the planning kernel.  Sequences have 0, 1 and many
-    tokens, and the ring of stages wraps several times; the launch behind it combines the splits.
+    tokens, and the ring of stages wraps several times.  The launch behind decode combines splits.
     """
 
     LENGTHS = (70, 0, 450, 64, 1)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.quant import QuantizedQuery
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.runtime import variants
 from snapmla.testing import rounding
 from snapmla.testing.comparison import DecodeErrors, errors_of, mimic_of
 from snapmla.testing.plan_tables import PlanTables
@@ -156,7 +156,7 @@ class SparseJob:
         spec: VariantSpec,
         shape: SparseShape,
         *,
-        planner: runtime.Kernel | None = None,
+        planner: variants.Kernel | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.spec, self.shape, self.planner, self.device = spec, shape, planner, device
@@ -225,9 +225,9 @@ class SparseJob:
     def _idle(self, i: int, count: int) -> None:
         """Replaces some of query token ``i``'s first ``count`` entries by indices of no token.
 
-        Each entry is replaced with probability 1/7.  All are if ``i`` % 4 is 1.  Entries 64 to
-        127, a tile, are if ``i`` % 4 is 2 and ``count`` exceeds 192.  The index is -1, INT_MAX,
-        the slot just past the pool, or -2^31.
+        An entry is replaced with probability 1/7.  If ``i`` % 4 is 1, all are replaced.  If it is
+        2, and ``count`` exceeds 192, the tile of entries 64 to 127 is replaced, too.  An index of
+        no token is -1, INT_MAX, the slot just past the pool, or -2^31.
         """
         pool = self.planes[0].shape[0] * self.planes[0].shape[1]
         none = torch.tensor([-1, INT_MAX, pool, -(2**31)], dtype=torch.int32)
@@ -262,7 +262,7 @@ class SparseJob:
             "may_split": int(self.plan.split_begin[-1] > 0), "witness": 0,
         }  # fmt: skip
 
-    def run(self, kernel: runtime.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:
+    def run(self, kernel: variants.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) of one call, on the CPU.
 
         ``changes``: other arguments than the job's; lists may be (tokens, topk), as the job's are.

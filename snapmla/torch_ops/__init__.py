@@ -1,10 +1,10 @@
 """``torch.ops.snapmla``: the same kernels as operators over flat tensors and numbers.
 
 For ``torch.compile``, ``torch.export`` and code that wants operators.  Where something traces or
-watches, or stands in for tensors (``snapmla.tracing``), the public functions become these operators
-(``snapmla.append_kv``, ``rope_append_kv``, ``quantize_q``, ``rope_quantize_q``, ``decode``,
-``fetch_dequant``, ``merge_state``, ``merge_states``, ``plan.update_``, and so ``flash_mla_fp8``);
-in eager mode they do not go through them.
+watches, or stands in for tensors (``snapmla.call.tracing``), the public functions become these
+operators (``snapmla.append_kv``, ``rope_append_kv``, ``quantize_q``, ``rope_quantize_q``,
+``decode``, ``fetch_dequant``, ``merge_state``, ``merge_states``, ``plan.update_``, and so
+``flash_mla_fp8``); in eager mode they do not go through them.
 
 {operators}
 
@@ -16,9 +16,9 @@ then total_q. Where content, RoPE and scale are views of one memory, operators t
 ``row640``. One of format ``fp8_ds_mla`` is bytes, ``kv``, beside its format's name in operators of
 their own. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``, and kv,
 in pages of 128 tokens at most, to ``dense_decode``, whose sequences read KV head number modulo
-num_kv_heads (``snapmla.kv_heads``), and which takes bytes beside ``cache_dtype``. ``outs`` and
-``lses`` are the parts, or with ``stacked`` one tensor of them each; ``out!`` and ``lse!`` may be
-those of a part. The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be
+num_kv_heads (``snapmla.dense.kv_heads``), and which takes bytes beside ``cache_dtype``. ``outs``
+and ``lses`` are the parts, or with ``stacked`` one tensor of them each; ``out!`` and ``lse!`` may
+be those of a part. The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be
 arguments of compiled functions. Operators but ``mha_prefill`` have no gradients, and their results
 never require any: this is inference.
 ``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
@@ -28,14 +28,15 @@ sequence that they do not cover then become NaN.
 ``scales`` beside them, keys that are multiplied out have none.  ``mha_prefill`` has
 gradients of its first derivative; ``mha_prefill_backward`` returns them, dk_rope without rows where
 k_rope is None. ``dsa_prologue`` is
-``snapmla.dsa.prologue``: the KV cache as to the appends, beside its format's name, ``out_q`` bytes.
+``snapmla.indexer.dsa_prologue``: the KV cache as to the appends, beside its format's name,
+``out_q`` bytes.
 """
 
 from __future__ import annotations
 
 import torch
 
-from snapmla.dsa import select
+from snapmla.indexer import select_topk
 from snapmla.sparse import prefill
 from snapmla.torch_ops import (
     append,
@@ -68,7 +69,7 @@ OPERATORS: tuple[Operator, ...] = (
     *merge.OPERATORS,
     *index.OPERATORS,
     *cache_bytes.OPERATORS,
-    *(Operator(*each) for each in select.SELECT.operators),
+    *(Operator(*each) for each in select_topk.SELECT.operators),
     *(Operator(*each) for each in prefill.PREFILL.operators),
     *mha.OPERATORS,
 )

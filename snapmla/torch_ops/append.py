@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import checks, layouts, quant
-from snapmla import rope as rotary
-from snapmla.cache import PagedKVCache
+from snapmla import checks
+from snapmla.cache import layouts, quant
+from snapmla.cache import rope as rotary
+from snapmla.cache.paged import PagedKVCache
 from snapmla.torch_ops import pytrees
 from snapmla.torch_ops.operator import Operator
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import fetch, quant
-from snapmla import rope as rotary
-from snapmla.cache import PagedKVCache
+from snapmla.cache import fetch, quant
+from snapmla.cache import rope as rotary
+from snapmla.cache.paged import PagedKVCache
 from snapmla.torch_ops.operator import Operator
 
 _TOKENS = "Tensor c_kv, Tensor k_rope, Tensor slot_mapping"

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, MERGE_CHECKED, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, layouts, quant
-from snapmla.decode_plan import PlanVariant
-from snapmla.decode_plan.choices import OUT_NAMES
+from snapmla import checks
+from snapmla.cache import layouts, quant
+from snapmla.dense import PlanVariant, decode
+from snapmla.dense.choices import OUT_NAMES
 from snapmla.torch_ops.decode_arguments import (
     ARGUMENTS,
     WITNESS,
@@ -78,7 +79,7 @@ def _decode_out(
     checks.block_table(block_table, b, q_nope.device)
     checks.output("out", out, tuple(OUT_NAMES), tuple(q_nope.shape), q_nope.device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), q_nope.device, align=4)
-    attention.launch_decode(
+    decode.launch_decode(
         (q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3])),
         views,
         block_table,
@@ -93,8 +94,10 @@ def _decode_out(
 
 
 def check_query(q_nope: Tensor, q_rope: Tensor) -> None:
-    """Checks a query's bytes and RoPE as ``QuantizedQuery`` does if nobody traces: of rows with
-    gaps kernels would read others' channels."""
+    """Checks a query's bytes and RoPE, as ``QuantizedQuery`` does outside of tracers.
+
+    If rows had gaps between them, kernels would read wrong channels without an error.
+    """
     rows, device = tuple(q_nope.shape[:3]), q_nope.device
     checks.query_rows(rows)
     parts = ((q_nope, torch.uint8, KV_LORA_RANK), (q_rope, torch.bfloat16, QK_ROPE_HEAD_DIM))

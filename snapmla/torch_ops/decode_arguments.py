@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import ITEM_WORDS, KV_LORA_RANK
 from snapmla import checks
-from snapmla.decode_plan import FP8, partial_rows
-from snapmla.decode_plan.witness import Witness
+from snapmla.dense import FP8, partial_rows
+from snapmla.dense.witness import Witness
 
 ARGUMENTS = (
     "Tensor block_table, Tensor cache_seqlens, Tensor work_items, Tensor part_begin, "
@@ -16,7 +16,7 @@ ARGUMENTS = (
     "Tensor(b!) lse_accum, str pipeline, int row_tile, bool may_split, float softmax_scale, "
     "bool causal, float lse_factor, float empty_lse"
 )
-# behind them, by name: a call's witness (snapmla/decode_plan/witness.py)
+# behind them, by name: a call's witness (snapmla/dense/witness.py)
 WITNESS = "Tensor? cu_seqlens_q=None, Tensor? row_seqlens=None"
 
 
@@ -48,10 +48,10 @@ def check_tables_of(
     cache_dtype: str = FP8,
     rows: int = 0,
 ) -> None:
-    """Checks that a plan is for so many sequences, and has room for a row tile of partial results.
+    """Checks that a plan is for ``b`` sequences, and has room for a row tile of partial results.
 
-    Without ``units`` every sequence is one, and an item.  There is one part at least; what else the
-    tables hold is the kernels' to survive.
+    Without ``units`` every sequence is one unit.  There are ``b`` items and one part at least; what
+    else the tables hold is the kernels' to survive.
 
     Args:
         rows: of a unit, where they need not be whole row tiles.

@@ -10,8 +10,9 @@ from torch import Tensor
 from dsl_kernels.families.record_decode import FORMATS as DECODED_BYTES
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import attention, byte_cache, checks, dispatch, layouts
-from snapmla.decode_plan import PlanVariant
+from snapmla import checks, rank
+from snapmla.cache import byte_cache, layouts
+from snapmla.dense import PlanVariant, decode
 from snapmla.torch_ops.decode_arguments import (
     ARGUMENTS,
     WITNESS,
@@ -72,14 +73,14 @@ def _dense_decode_out(
         checks.query_of_rows(q, kv.dtype, 1)
         if b % kv.shape[2]:
             checks.value_error("kv", f"a divisor of {b} sequences as KV heads", kv.shape[2])
-        name = dispatch.cache_name(kv.dtype)
+        name = rank.cache_name(kv.dtype)
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
     check_tables_of(tables, "q", q, b, row_tile, name)
     checks.lengths(cache_seqlens, b, q.device)
     checks.block_table(block_table, b, q.device)
     checks.output("out", out, (q.dtype,), (*q.shape[:3], KV_LORA_RANK), q.device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), q.device, align=4)
-    attention.launch_decode(
+    decode.launch_decode(
         (q,),
         (kv,),
         block_table,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import checks, fetch, layouts
-from snapmla.cache import PagedKVCache
+from snapmla import checks
+from snapmla.cache import fetch, layouts
+from snapmla.cache.paged import PagedKVCache
 from snapmla.torch_ops.operator import Operator
 
 _ARGUMENTS = "Tensor content, Tensor? rope, Tensor? scale, Tensor where, Tensor? cache_seqlens"

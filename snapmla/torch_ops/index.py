@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import checks, layouts
-from snapmla.cache import PagedKVCache
-from snapmla.dsa import fetch, step
-from snapmla.dsa.append_index_k import APPEND
-from snapmla.dsa.index_logits import LOGITS
-from snapmla.dsa.prologue import Call as PrologueCall
-from snapmla.dsa.prologue import Prologue
-from snapmla.dsa.prologue import now as prologue_now
-from snapmla.fetch import Tokens
-from snapmla.op import codes
+from snapmla import checks
+from snapmla.cache import layouts
+from snapmla.cache.fetch import Tokens
+from snapmla.cache.paged import PagedKVCache
+from snapmla.call.op import codes
+from snapmla.indexer import fetch_index_k, index_topk
+from snapmla.indexer.append_index_k import APPEND
+from snapmla.indexer.dsa_prologue import Call as PrologueCall
+from snapmla.indexer.dsa_prologue import Prologue
+from snapmla.indexer.dsa_prologue import now as prologue_now
+from snapmla.indexer.index_logits import LOGITS
 from snapmla.torch_ops.operator import Operator
 
 
@@ -31,7 +32,9 @@ def _fetch_index_k_out(
     scales: Tensor,
 ) -> None:
     out: Any = (keys.view(checks.FP8), scales) if keys.dtype == torch.uint8 else keys
-    fetch.now(fetch.Fetch(cache, Tokens(where, None, cu_seqlens, seq_starts), out, None))
+    fetch_index_k.now(
+        fetch_index_k.Fetch(cache, Tokens(where, None, cu_seqlens, seq_starts), out, None)
+    )
 
 
 def _dsa_prologue(
@@ -69,7 +72,7 @@ OPERATORS = (
         _dsa_prologue,
     ),
     *(Operator(*each) for each in LOGITS.operators),
-    *(Operator(*each) for each in step.STEP.operators),
+    *(Operator(*each) for each in index_topk.STEP.operators),
     Operator(
         "fetch_index_k_out(Tensor cache, Tensor where, Tensor? cu_seqlens, Tensor? seq_starts, "
         "Tensor(a!) keys, Tensor(b!) scales) -> ()",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from snapmla import merge
+from snapmla.dense import merge
 from snapmla.torch_ops.operator import Operator
 
 _ARGUMENTS = "Tensor[] outs, Tensor[] lses, bool stacked, float lse_factor"

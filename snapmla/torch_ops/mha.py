@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapmla import tracing
+from snapmla.call import tracing
 from snapmla.mha.backward import Backward, backward_now, check_extents, new_grads, no_rope
 from snapmla.mha.checking import Mha, check_shapes, wants_gradients
 from snapmla.mha.gradients import Gradients, attend

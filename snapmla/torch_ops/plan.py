@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from snapmla import checks
-from snapmla.decode_plan import STATIC, TENSORS, DecodePlan, launch_plan
+from snapmla.dense import STATIC, TENSORS, DecodePlan, launch_plan
 from snapmla.torch_ops import pytrees
 from snapmla.torch_ops.operator import Operator
 
@@ -62,5 +62,5 @@ def register_plan(cls: type[DecodePlan]) -> None:
 
 register_plan(DecodePlan)
 torch.serialization.add_safe_globals(
-    [(DecodePlan, "snapmla.decode_plan.DecodePlan")]  # of programs that older versions saved
+    [(DecodePlan, "snapmla.dense.DecodePlan")]  # of programs that older versions saved
 )

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from snapmla import launch
+from snapmla.runtime import launch
 
 T = TypeVar("T")
+# Modules by which programs saved by older releases name a class or function of today.
+OLDER = {
+    "DecodePlan": ("snapmla.decode_plan", "snapmla.decode_plan.plan"),
+    "PagedKVCache": ("snapmla.cache",), "QuantizedQuery": ("snapmla.quant",),
+    "_View": ("snapmla.launch",), "_made_again": ("snapmla.launch",),
+}  # fmt: skip
 
 
 def register(
@@ -48,7 +54,9 @@ def register(
         ),
     )
     # a saved program holds its example inputs, and torch loads what is known as mere data
-    torch.serialization.add_safe_globals([cls, *launch.PICKLED_WITH])
+    named: tuple[Any, ...] = (cls, *launch.PICKLED_WITH)
+    older = [(each, f"{m}.{each.__name__}") for each in named for m in OLDER.get(each.__name__, ())]
+    torch.serialization.add_safe_globals([*named, *older])
 
 
 def put_together(cls: type[T], fields: dict[str, Any]) -> T:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import checks, quant
-from snapmla import rope as rotary
-from snapmla.quant import QuantizedQuery
+from snapmla import checks
+from snapmla.cache import quant
+from snapmla.cache import rope as rotary
+from snapmla.cache.quant import QuantizedQuery
 from snapmla.torch_ops import pytrees
 from snapmla.torch_ops.operator import Operator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from snapmla import checks
-from snapmla import records as scheduling
+from snapmla.compat import sched_meta as scheduling
 from snapmla.torch_ops.operator import Operator
 
 

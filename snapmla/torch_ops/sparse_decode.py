@@ -12,11 +12,12 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.ds_mla import NAME as FORMAT
 from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import byte_cache, checks, layouts, quant
-from snapmla.cache import PagedKVCache
-from snapmla.decode_plan import FP8
-from snapmla.decode_plan.witness import compared, no_offsets
-from snapmla.dispatch import PIPELINES
+from snapmla import checks
+from snapmla.cache import byte_cache, layouts, quant
+from snapmla.cache.paged import PagedKVCache
+from snapmla.dense import FP8
+from snapmla.dense.witness import compared, no_offsets
+from snapmla.rank import PIPELINES
 from snapmla.sparse import rows
 from snapmla.sparse.lists import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of

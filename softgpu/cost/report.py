@@ -68,7 +68,10 @@ def opcodes(p: Profile) -> list[str]:
 
 
 def verdict(p: Profile, card: Card, cycles: float, handovers: Mapping[str, float]) -> list[str]:
-    """Lines that say what bounds it, how busy that is in the modelled time, and its handovers."""
+    """Lines on the unit that bounds ``p``, the modelled time, and the critical path's handovers.
+
+    If ``p`` compares two numbers of tiles, they say how much of the time that unit is busy.
+    """
     found = loads(p.tile, p.architecture, card)
     second = f", then {found[1].unit} ({100 * found[1].share:.0f} % of that)"
     waits = ", ".join(f"{n:.1f} {what}" for what, n in sorted(handovers.items()) if n >= 0.05)

@@ -74,7 +74,7 @@ class Layout:
         return 32 * warp
 
     def agent(self, kind: str, warp: int) -> int:
-        """Component of a warp's collective or asynchronous work of one of ``KINDS``."""
+        """Component of a warp's work of ``kind``, one of ``KINDS``: collective or asynchronous."""
         return self.kinds[kind] + warp
 
     def new_mbarrier(self) -> int:

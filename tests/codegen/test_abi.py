@@ -15,8 +15,9 @@ import snapmla
 from codegen import abi
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
-from snapmla import flash_mla, runtime
-from snapmla import records as scheduling
+from snapmla.compat import flash_mla
+from snapmla.compat import sched_meta as scheduling
+from snapmla.runtime import variants
 from tests.support.needs import needs_compiler
 
 B, S_Q, HEADS, PAGES, PAGE, WIDTH = 2, 2, 3, 7, 16, 20
@@ -63,10 +64,10 @@ class Calls(dict[str, tuple[VariantSpec, tuple[Any, ...]]]):
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     seen = Calls()
-    runtime.forget()
-    monkeypatch.setattr(runtime, "kernel", seen.kernel)
+    variants.forget()
+    monkeypatch.setattr(variants, "kernel", seen.kernel)
     yield seen
-    runtime.forget()
+    variants.forget()
 
 
 def same(got: Any, want: Any) -> bool:

@@ -19,9 +19,9 @@ from codegen import artifacts, bundle, link, matrix, toolchain
 from codegen.__main__ import app
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec
-from snapmla import bundle as server
-from snapmla import env, runtime
 from snapmla.errors import UnsupportedDeviceError
+from snapmla.runtime import env, variants
+from snapmla.tools import bundle as server
 
 pytestmark = pytest.mark.skipif(
     not toolchain.have_compiler() or link.identity() is None, reason="needs DSL and C compiler"
@@ -119,7 +119,7 @@ def test_lists_its_variants_without_the_compiler(
 ) -> None:
     code = (
         "import runpy; import snapmla\n"
-        "from snapmla import runtime\n"
+        "from snapmla.runtime import variants as runtime\n"
         "print(snapmla.__file__); print(len(runtime.available()), 'variants')\n"
         f"assert not set(sys.modules) & set({ABSENT!r})\n"
         "runpy.run_module('snapmla.bundle', run_name='__main__')"
@@ -148,7 +148,7 @@ def test_a_bundle_tells_of_its_own_variants(
         place.mkdir(parents=True)
         (place / f"{spec.name}.so").touch()
         entry = {"name": spec.name, "sha256": hashlib.sha256(b"").hexdigest()}
-        (place / runtime.BUNDLE).write_text(json.dumps({"variants": [entry]}))
+        (place / variants.BUNDLE).write_text(json.dumps({"variants": [entry]}))
     monkeypatch.setattr(
         env, "variant_dirs", lambda: [tmp_path / "other", tmp_path / "own/variants"]
     )
@@ -160,7 +160,7 @@ def test_a_bundle_tells_of_its_own_variants(
         and "merge" in out
         and "compared with their checksums: 2, wrong: 0\n" in out
     )
-    monkeypatch.setattr(server, "__file__", str(tmp_path / "own" / "bundle.py"))
+    monkeypatch.setattr(env, "PACKAGE", tmp_path / "own")
     assert server.main() == 0
     out = capsys.readouterr().out
     assert (
@@ -172,7 +172,7 @@ def test_a_bundle_tells_of_its_own_variants(
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(server, "decode_once", lambda device: 0.0)
-    monkeypatch.setattr(runtime, "loaded", lambda: [VariantSpec(op="plan_decode")])
+    monkeypatch.setattr(variants, "loaded", lambda: [VariantSpec(op="plan_decode")])
     assert server.main() == 0
     assert f"with kernels of {tmp_path / 'other'}, which is no part" in capsys.readouterr().out
     (tmp_path / "own" / "variants" / "merge_obf16_sm90a.so").write_bytes(b"half")
@@ -214,7 +214,7 @@ def test_damage_is_reported(unpacked: Path) -> None:
 
 def test_library_is_loaded_from_the_bundle(unpacked: Path) -> None:
     code = (
-        "from snapmla import runtime\n"
+        "from snapmla.runtime import variants as runtime\n"
         "from dsl_kernels.spec import VariantSpec\n"
         "spec = VariantSpec(op='merge')\n"
         "artifact = runtime.find_or_build(spec, need_library=True)\n"
@@ -239,7 +239,8 @@ LACKING = [
 
 def test_what_it_lacks_is_one_sentence(unpacked: Path) -> None:
     code = (
-        "from snapmla import runtime, VariantError\nfrom dsl_kernels.spec import VariantSpec\n"
+        "from snapmla import VariantError\nfrom snapmla.runtime import variants as runtime\n"
+        "from dsl_kernels.spec import VariantSpec\n"
     ) + "".join(
         f"try: runtime.find_or_build(VariantSpec({spec}), need_library={library})\n"
         "except VariantError as error: print(error)\n"
@@ -254,7 +255,7 @@ def test_what_it_lacks_is_one_sentence(unpacked: Path) -> None:
 
 def test_records_are_those_of_the_build(built: Report, unpacked: Path) -> None:
     listed = json.loads((unpacked / "snapmla" / "variants" / bundle.RECORDS).read_text())
-    assert bundle.RECORDS == runtime.BUNDLE
+    assert bundle.RECORDS == variants.BUNDLE
     for entry in listed["variants"]:
         assert entry["key"] == built.records[entry["name"]].key
         assert entry["source_hash"] == built.records[entry["name"]].source_hash
@@ -297,8 +298,8 @@ def test_only_a_checkout_makes_bundles(
 
 @pytest.mark.parametrize("text", ["", "[]", '{"variants": 3}', '{"variants": [{}]}'])
 def test_a_damaged_list_is_reported(tmp_path: Path, text: str) -> None:
-    (tmp_path / runtime.BUNDLE).write_text(text)
-    assert server.damaged(tmp_path) == (0, [f"{runtime.BUNDLE} cannot be read"])
+    (tmp_path / variants.BUNDLE).write_text(text)
+    assert server.damaged(tmp_path) == (0, [f"{variants.BUNDLE} cannot be read"])
 
 
 def test_a_gpu_that_nothing_was_built_for_is_one_sentence(

@@ -14,7 +14,7 @@ from codegen import compile as compiler
 from codegen.artifacts import Record
 from codegen.precompile import precompile
 from dsl_kernels.blocks import budget as bud
-from snapmla import runtime
+from snapmla.runtime import variants
 from tests.support.builds import CHEAP, borrow
 from tests.support.needs import needs_compiler
 
@@ -93,14 +93,14 @@ def test_build_with_problems_is_not_up_to_date(
     fake_compiler["spill_stores"] = 8
     assert audit.problems(compiler.build(CHEAP, tmp_path, linked=False, strict=False))
     assert compiler.up_to_date(CHEAP, tmp_path, False) is None
-    monkeypatch.setattr("snapmla.env.variant_dirs", lambda: [tmp_path])
+    monkeypatch.setattr("snapmla.runtime.env.variant_dirs", lambda: [tmp_path])
     monkeypatch.setenv("SNAPMLA_NO_JIT", "0")
-    monkeypatch.setattr(runtime, "compile_variant", lambda spec: "compiled anew")
-    assert runtime.find_or_build(CHEAP, need_library=False) == "compiled anew"
+    monkeypatch.setattr(variants, "compile_variant", lambda spec: "compiled anew")
+    assert variants.find_or_build(CHEAP, need_library=False) == "compiled anew"
     fake_compiler["spill_stores"] = 0
     compiler.build(CHEAP, tmp_path, linked=False)
     assert compiler.up_to_date(CHEAP, tmp_path, False) is not None
-    assert runtime.find_or_build(CHEAP, need_library=False) != "compiled anew"
+    assert variants.find_or_build(CHEAP, need_library=False) != "compiled anew"
 
 
 def test_killed_rebuild_leaves_no_record(
@@ -119,7 +119,7 @@ def test_killed_rebuild_leaves_no_record(
     with pytest.raises(KeyboardInterrupt):
         compiler.build(CHEAP, tmp_path, linked=False)
     assert compiler.up_to_date(CHEAP, tmp_path, False) is None
-    assert runtime.find(CHEAP, [tmp_path]) is None
+    assert variants.find(CHEAP, [tmp_path]) is None
 
 
 def test_unlinked_rebuild_drops_the_old_library(
@@ -128,7 +128,7 @@ def test_unlinked_rebuild_drops_the_old_library(
     files = artifacts.paths(tmp_path, CHEAP)
     files["so"].write_bytes(b"of older sources")
     compiler.build(CHEAP, tmp_path, linked=False)
-    found = runtime.find(CHEAP, [tmp_path])
+    found = variants.find(CHEAP, [tmp_path])
     assert found is not None and found.library is None
 
 
@@ -136,7 +136,7 @@ def test_unlinked_rebuild_drops_the_old_library(
 def test_two_processes_compile_a_missing_variant_once(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from dsl_kernels.spec import VariantSpec\n"
-        "from snapmla import env, runtime\n"
+        "from snapmla.runtime import env, variants as runtime\n"
         "env.variant_dirs = lambda: [pathlib.Path(sys.argv[1])]\n"
         "env.compile_dir = lambda: pathlib.Path(sys.argv[1])\n"
         "print(runtime.find_or_build(VariantSpec(op='merge'), need_library=False).ptx)"

@@ -73,7 +73,7 @@ print("loaded as", name, tuple(cache.content.shape), Path(artifact.library).pare
     ("source", "depth", "wanted"),
     [
         ("from snapmla import env, plan\n", 0, "from . import env, plan\n"),
-        ("from snapmla.cache import (\n    A,\n)\n", 1, "from ..cache import (\n    A,\n)\n"),
+        ("from snapmla.rank.x import (\n    A,\n)\n", 1, "from ..rank.x import (\n    A,\n)\n"),
         ("    from snapmla.a.b import c\n", 2, "    from ...a.b import c\n"),
         (
             "from dsl_kernels.formats.dims import X\n",

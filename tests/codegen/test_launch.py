@@ -388,7 +388,7 @@ import sys, threading
 from pathlib import Path
 import torch
 from dsl_kernels.spec import decode_spec
-from snapmla import runtime
+from snapmla.runtime import variants as runtime
 from softgpu.runtime import as_cuda
 
 spec = decode_spec("etap", 16, 64, "bf16")

@@ -29,7 +29,7 @@ from codegen import artifacts, link, release, toolchain, wheels
 from codegen.precompile import precompile
 from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
+from snapmla.runtime import env
 from tests.support import ROOT
 
 SPECS = [VariantSpec(op="append_kv"), VariantSpec(op="quantize_q", mode="token_head")]

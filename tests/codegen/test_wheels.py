@@ -19,7 +19,7 @@ import torch
 from codegen import link, matrix, toolchain, wheels
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
+from snapmla.runtime import env
 
 pytestmark = [
     pytest.mark.skipif(
@@ -135,7 +135,7 @@ USE = f"""
 import importlib.metadata, sys
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants as runtime
 
 assert snapmla.__file__.startswith(sys.prefix), snapmla.__file__
 assert snapmla.__version__ + "+host" == importlib.metadata.version("snapmla")
@@ -189,7 +189,7 @@ def other_sources(home: Path) -> Iterator[None]:
 
 def test_kernels_of_other_sources_are_refused(home: Path, other_sources: None) -> None:
     code = (
-        "from snapmla import runtime, VariantError\n"
+        "from snapmla import VariantError\nfrom snapmla.runtime import variants as runtime\n"
         "from dsl_kernels.spec import VariantSpec\n"
         "try: runtime.find_or_build(VariantSpec(op='merge'), need_library=True)\n"
         "except VariantError as error: print(error)"

@@ -217,21 +217,6 @@ def test_internals_stand_last() -> None:
     assert "tracers" not in plan and "as kernels take them" not in plan
 
 
-def test_lists_of_files_are_lists() -> None:
-    """A module's docstring says in columns what its files hold; the page has an item for each."""
-    page = render.API.read_text()
-    listed = 0
-    for module in api.MODULES:
-        doc = api.parse(importlib.import_module(module).__doc__).prose
-        for name in re.findall(r"^(\w+\.py)  +\S", doc, flags=re.M):
-            assert re.search(rf"^\* `{re.escape(name)}`: \S", page, re.M), f"{module}: {name}"
-            listed += 1
-    assert listed >= 8
-    assert api._paragraphs("a.py  one, in\n      two lines\nb.py  two") == [
-        "* `a.py`: one, in two lines", "* `b.py`: two", "",
-    ]  # fmt: skip
-
-
 def test_indented_blocks_are_code_or_pictures() -> None:
     assert api._paragraphs("    x = 1")[0] == "```python"
     assert api._paragraphs("    1 1 0\n    1 1 1")[0] == "```text"
@@ -472,7 +457,7 @@ def test_picture_follows_the_spec() -> None:
 
 
 def test_environment_table_is_whole() -> None:
-    from snapmla import env
+    from snapmla.runtime import env
 
     page = (ROOT / "docs" / "integration.md").read_text()
     for variable in env.TABLE:

@@ -121,7 +121,7 @@ def test_range_of_the_roof() -> None:
 
 
 def test_layout_table_is_the_code() -> None:
-    from snapmla import layouts
+    from snapmla.cache import layouts
 
     rows = re.findall(r"^\| `(\w+)` \| (?:three|one byte|rows)", README, flags=re.M)
     assert rows == list(layouts.LAYOUTS)

@@ -57,7 +57,7 @@ def test_cells_are_the_dispatchers(operation: Any, arch: str) -> None:
     (kernels,) = operation.kernels
     for name in FORMATS:
         if operation is SPARSE and name in DTYPES:
-            continue  # no contest: one kernel (test_rows_of_16_bits)
+            continue  # no ranking: one kernel (test_rows_of_16_bits)
         variant = chosen(name, arch, 2048 if operation is SPARSE else None)
         said = support.cell(kernels[name], arch)
         told = support.SHIPPED if variant in default else support.ON_DEMAND

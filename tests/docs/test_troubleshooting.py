@@ -14,8 +14,8 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import decode_spec
-from snapmla import env, runtime
 from snapmla.errors import VariantError
+from snapmla.runtime import env, variants
 from snapmla.testing import selfcheck
 from tests.support import ROOT
 from tests.support.needs import needs_compiler
@@ -153,12 +153,12 @@ SPEC = decode_spec("etap", 16, 64, "bf16")
 
 
 def not_built(folder: Path) -> str:
-    return message_of(VariantError, lambda: runtime.find_or_build(SPEC, need_library=True))
+    return message_of(VariantError, lambda: variants.find_or_build(SPEC, need_library=True))
 
 
 def old_driver(folder: Path) -> str:
-    found = runtime.Artifact(folder, SPEC.name, SPEC.symbol, "", cuda=13)
-    return str(runtime.too_new(found))
+    found = variants.Artifact(folder, SPEC.name, SPEC.symbol, "", cuda=13)
+    return str(variants.too_new(found))
 
 
 IN_A_FOLDER: dict[str, Callable[[Path], str]] = {
@@ -184,7 +184,7 @@ def test_quoted_sentences_are_said(
     elif (call := belonging(sentence, IN_A_FOLDER)) is not None:
         monkeypatch.setenv("SNAPMLA_NO_JIT", "1")
         monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
-        monkeypatch.setattr(runtime, "driver_version", lambda: (12, 4))
+        monkeypatch.setattr(variants, "driver_version", lambda: (12, 4))
         assert stands_in(sentence, call(tmp_path))
     else:
         assert is_said(sentence), f"nobody says: {sentence}"

@@ -17,8 +17,9 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import metrics, runtime
+from snapmla import metrics
 from snapmla.reference import FP64, mla_decode_reference
+from snapmla.runtime import variants
 from snapmla.testing import aligned, selfcheck
 from snapmla.testing.rounding import MIMIC_F16
 from tests.gpu.test_p_terms import CALLS, ROUNDS, replayed
@@ -73,7 +74,7 @@ def test_two_tokens_of_one_logit(heads: int, dtype: torch.dtype) -> None:
 def test_lists_of_tokens(heads: int) -> None:
     rows = 16 if heads == 16 else 64
     spec = VariantSpec(op="sparse_decode", pipeline="f16", row_tile=rows, out_dtype="f32")
-    kernel = runtime.kernel(spec, "cuda")
+    kernel = variants.kernel(spec, "cuda")
     for kind in exact.KINDS:
         for length, seed in ((1, 0), (64, 1), (4097, 2), (4097, 3)):
             step = exact.equal_to_keys(kind, heads, length, seed)

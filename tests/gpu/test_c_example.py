@@ -13,7 +13,7 @@ import pytest
 from codegen import artifacts, bundle
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import runtime
+from snapmla.runtime import variants
 
 pytestmark = pytest.mark.gpu
 EXAMPLE = artifacts.ROOT / "examples" / "c"
@@ -23,7 +23,7 @@ EXAMPLE = artifacts.ROOT / "examples" / "c"
 def test_decoding_from_c(tmp_path: Path) -> None:
     append, plan = VariantSpec(op="append_kv"), VariantSpec(op="plan_decode")
     for spec in (append, plan, decode_spec("etap", 16, 64, "bf16")):
-        artifact = runtime.find_or_build(spec, need_library=True)
+        artifact = variants.find_or_build(spec, need_library=True)
         record = Record.read(artifact.directory / f"{spec.name}.json")
         assert record is not None
         root = tmp_path / spec.op

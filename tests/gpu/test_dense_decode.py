@@ -10,7 +10,7 @@ import torch
 
 from dsl_kernels.families.dense_decode import DTYPES, PAGE_SIZES
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.dense_job import DenseJob
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_right(name: str, page_size: int, dtype: str) -> None:
         spec, lengths, parts, heads=heads, s_q=s_q, kv_heads=kv_heads, amplitude=amplitude,
         device="cuda",
     )  # fmt: skip
-    kernel = runtime.kernel(spec, "cuda")
+    kernel = variants.kernel(spec, "cuda")
     first = job.run(kernel)
     errors = job.errors(first)
     assert errors.right, str(errors)

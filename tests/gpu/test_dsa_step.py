@@ -16,15 +16,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa import (
-    deep_gemm_names,
-    fetch_index_k,
-    index_logits,
-    index_topk,
-    index_topk_workspace,
-    vllm_names,
-)
-from snapmla.dsa.index_logits import pages
+from snapmla.compat import deep_gemm, vllm
+from snapmla.dsa import fetch_index_k, index_logits, index_topk, index_topk_workspace
+from snapmla.indexer.index_logits import pages
 from snapmla.testing import topk_reference
 from snapmla.testing.index_tables import rows_tables
 from snapmla.testing.workloads import fetch_index_k as fetch_work
@@ -135,9 +129,9 @@ def test_deep_gemms_names(next_n: int) -> None:
     cache = given["cache"]
     shaped = cache.as_strided((len(cache), 64, 1, 132), (cache.stride(0), 132, 132, 1))
     lens = given["cache_seqlens"][:, None].repeat(1, next_n)
-    meta = deep_gemm_names.get_paged_mqa_logits_metadata(lens, 64, 132)
+    meta = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132)
     w = given["w"].view(-1, 64)
-    found = deep_gemm_names.fp8_paged_mqa_logits(
+    found = deep_gemm.fp8_paged_mqa_logits(
         given["q"], shaped, w, lens, given["block_table"], meta, 64 * width
     )
     logits = index_logits(**{name: x for name, x in given.items() if name != "k"})
@@ -150,7 +144,7 @@ def test_deep_gemms_names(next_n: int) -> None:
     starts = begins[:-1].repeat_interleave(next_n)
     ends = starts + lengths.cuda()
     flat = given["q"].view(-1, 64, 128)
-    side = deep_gemm_names.fp8_mqa_logits(flat, (keys, scales), w, starts, ends)
+    side = deep_gemm.fp8_mqa_logits(flat, (keys, scales), w, starts, ends)
     for mine, want, start, n in zip(side, logits, starts.tolist(), lengths.tolist()):
         assert torch.equal(mine[start : start + n], want[:n])
         assert int((mine > -torch.inf).sum()) == n
@@ -163,10 +157,10 @@ def test_vllms_top_k() -> None:
     seen = (lengths[:, None] + torch.tensor([-1, 0]).int().cuda()).view(-1)
     want, _ = topk_reference.select_topk_reference(logits.cpu(), seen.cpu(), K)
     out = torch.empty(8, K, dtype=torch.int32, device="cuda")
-    vllm_names.top_k_per_row_decode(logits, 2, lengths, out, 8, 20000, 1, K)
+    vllm.top_k_per_row_decode(logits, 2, lengths, out, 8, 20000, 1, K)
     assert torch.equal(out.cpu(), want)
     starts = torch.arange(8).int().cuda() * 3
-    vllm_names.top_k_per_row_prefill(logits, starts, starts + seen, out, 8, 20000, 1, K)
+    vllm.top_k_per_row_prefill(logits, starts, starts + seen, out, 8, 20000, 1, K)
     given = logits.cpu(), seen.cpu(), K
     want, _ = topk_reference.select_topk_reference(*given, row_starts=starts.cpu())
     assert torch.equal(out.cpu(), want)
@@ -210,13 +204,13 @@ def test_pages_are_those_of_engines() -> None:
     view = pool.as_strided((3, 64, 132), (8640, 132, 1))
     keys = torch.randn(4, 128, device="cuda").bfloat16()
     slots = torch.tensor([0, 63, 64, 191], device="cuda")
-    vllm_names.indexer_k_quant_and_cache(keys, view, slots, 128, "ue8m0")
+    vllm.indexer_k_quant_and_cache(keys, view, slots, 128, "ue8m0")
     dst = torch.zeros(4, 128, dtype=torch.uint8, device="cuda")
     scales = torch.zeros(4, 4, dtype=torch.uint8, device="cuda")
     table = torch.tensor([[0], [0], [1], [2]], dtype=torch.int32, device="cuda")
     stored, factors = fetch_index_k(view, slots)
     begins = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32, device="cuda")
-    vllm_names.cp_gather_indexer_k_quant_cache(view, dst, scales, table, begins)
+    vllm.cp_gather_indexer_k_quant_cache(view, dst, scales, table, begins)
     first = torch.tensor([0, 0, 2], device="cuda")  # tokens 0 of pages 0, 0, 1
     assert torch.equal(dst[:3], stored.view(torch.uint8)[first])
     assert torch.equal(scales[:3].view(torch.float32).view(-1), factors[first])

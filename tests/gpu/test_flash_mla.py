@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from profiles.peer_libraries import FlashMlaBf16
-from snapmla import flash_mla
+from snapmla.compat import flash_mla
 from tests.support.bits import same_bits
 from tests.support.dense_steps import SCALE, DenseStep
 

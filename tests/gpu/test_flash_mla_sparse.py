@@ -12,7 +12,8 @@ import math
 import pytest
 import torch
 
-from snapmla import flash_mla, metrics
+from snapmla import metrics
+from snapmla.compat import flash_mla
 from snapmla.testing.record_reference import RecordCall, record_decode_mimic
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import launch, metadata_pair
+from snapmla.compat import metadata_pair
+from snapmla.runtime import launch
 from snapmla.testing import selfcheck
 
 pytestmark = pytest.mark.gpu

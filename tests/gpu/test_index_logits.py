@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dsl_kernels.formats.index_cache import PAGE
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.dsa.append_index_k import append_index_k
-from snapmla.dsa.index_logits import index_logits, pages
+from snapmla.indexer.append_index_k import append_index_k
+from snapmla.indexer.index_logits import index_logits, pages
+from snapmla.runtime import variants
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import append_index_k as append_work
 from snapmla.testing.workloads import index_logits as work
@@ -56,7 +56,7 @@ def judge(given: dict[str, Any], unit_rows: int) -> None:
     """Beside the model, and beside fp64 at what Hopper's FP8 chain costs; Blackwell's is held to
     fp64 by the workload's judge."""
     spec = VariantSpec(
-        op="index_logits", arch=runtime.arch_of(given["q"].device), heads=given["q"].shape[1],
+        op="index_logits", arch=variants.arch_of(given["q"].device), heads=given["q"].shape[1],
         unit_rows=unit_rows,
     )  # fmt: skip
     before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in given.items()}

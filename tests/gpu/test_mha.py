@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.mha import flash_mla_names, mha_prefill, workspace_size
+from snapmla.compat.flash_mla import mha
+from snapmla.mha import mha_prefill, workspace_size
+from snapmla.runtime import variants
 from snapmla.testing.mha_job import MhaErrors, MhaJob, mha_errors, offsets
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ def spec_of(d_qk: int, dtype: str = "bf16") -> VariantSpec:
     """The variant, if there is one or it can be built here."""
     spec = VariantSpec(op="mha_fwd", d_qk=d_qk, dtype=dtype)
     for needed in (spec, VariantSpec(op="mha_items")):
-        if runtime.jit_refusal() and runtime.find(needed) is None:
+        if variants.jit_refusal() and variants.find(needed) is None:
             pytest.skip(f"{needed.name} is not built, and nothing compiles here")
     return spec
 
@@ -150,7 +151,7 @@ def test_rope_apart_is_k_whole(d_qk: int) -> None:
     where = (offsets(lq).to(DEVICE), offsets(lk).to(DEVICE), max(lq), max(lk))
     out, lse = mha_prefill(q, kv[..., :nope], kv[..., nope:], *where, k_rope=rope)
     k = torch.cat([kv[..., :nope], rope.expand(-1, h, -1)], -1)
-    got = flash_mla_names.flash_attn_varlen_func(q, k, kv[..., nope:], *where, causal=True)
+    got = mha.flash_attn_varlen_func(q, k, kv[..., nope:], *where, causal=True)
     assert torch.equal(got[0], out) and torch.equal(got[1], lse.T)
 
 

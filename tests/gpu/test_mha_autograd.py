@@ -18,13 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.mha import (
-    backward_workspace_size,
-    flash_mla_names,
-    mha_prefill,
-    mha_prefill_backward,
-)
+from snapmla.compat.flash_mla import mha
+from snapmla.mha import backward_workspace_size, mha_prefill, mha_prefill_backward
+from snapmla.runtime import variants as runtime
 from snapmla.testing import metrics
 from snapmla.testing.dense_job import out_of_gate
 from snapmla.testing.mha_grad_job import GradJob, variants
@@ -118,7 +114,7 @@ def by_its_name(inputs: list[Tensor], dout: Tensor, lengths: Any, causal: bool) 
     """dq, dk, dv by FlashMLA's name and its test's scale."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
     lq, lk = lengths
-    out, _ = flash_mla_names.flash_attn_varlen_func(
+    out, _ = mha.flash_attn_varlen_func(
         q, k, v, offsets(lq).to(DEVICE), offsets(lk).to(DEVICE), max(lq), max(lk),
         softmax_scale=(inputs[0].shape[-1] + 100) ** -0.5, causal=causal,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants as runtime
 from snapmla.testing.mha_grad_job import GradJob, variants
 from snapmla.testing.mha_job import MhaJob
 from snapmla.testing.workloads.mha_backward import forward_spec

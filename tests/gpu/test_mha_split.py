@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dsl_kernels.formats.mha_list import pieces_of
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
 from snapmla.mha import mha_prefill, workspace_size
+from snapmla.runtime import variants
 from snapmla.testing.mha_job import MhaJob, mha_errors, offsets
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def spec_of(d_qk: int, dtype: str = "bf16") -> VariantSpec:
     merge = VariantSpec(op="mha_merge", dtype=dtype, d_v=spec.d_v)
     helpers = VariantSpec(op="mha_items", keys="split"), merge
     for needed in (spec, *helpers, spec.replace(keys="whole"), VariantSpec(op="mha_items")):
-        if runtime.jit_refusal() and runtime.find(needed) is None:
+        if variants.jit_refusal() and variants.find(needed) is None:
             pytest.skip(f"{needed.name} is not built, and nothing compiles here")
     return spec
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import snapmla
-from snapmla.decode_plan import TENSORS
+from snapmla.dense import TENSORS
 from snapmla.testing import selfcheck
 
 pytestmark = pytest.mark.gpu

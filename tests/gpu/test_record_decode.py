@@ -77,7 +77,7 @@ def test_sequences(cache: str, heads: int, rows: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("style", record_job.STYLES)
 @EVERY
-def test_numbers_that_move_frames(cache: str, rows: int, style: str) -> None:
+def test_numbers_that_move_maxima(cache: str, rows: int, style: str) -> None:
     """Peaked rows, swings of 200 nats, queries that equal a token, RoPE of 1e3, far groups, odd
     scales; whole and split."""
     spec, kernel = kernel_of(rows, "cuda", cache=cache)

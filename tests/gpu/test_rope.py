@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import layouts, reference
+from snapmla import reference
+from snapmla.cache import layouts
 from tests.support.bits import assert_same
 from tests.support.rotation import DIAGONAL, EPS, Rotation, rotation
 from tests.support.rows import joint, latents

@@ -17,7 +17,7 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import record_job
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.sparse_job import HEAD_SCALE
@@ -32,9 +32,9 @@ LENGTHS = (1, 2, 64, 700)
 @pytest.fixture(scope="module")
 def built() -> tuple[VariantSpec, Any]:
     spec = VariantSpec.from_name(NAME)
-    if runtime.jit_refusal() and runtime.find(spec) is None:
+    if variants.jit_refusal() and variants.find(spec) is None:
         pytest.skip(f"{NAME} is not built, and nothing compiles here")
-    return spec, runtime.kernel(spec, "cuda")
+    return spec, variants.kernel(spec, "cuda")
 
 
 @pytest.mark.parametrize("logit", LOGITS)
@@ -52,7 +52,7 @@ def test_queries_that_equal_a_token(built: tuple[VariantSpec, Any], logit: float
 
 
 @pytest.mark.parametrize("style", record_job.STYLES)
-def test_numbers_that_move_frames(built: tuple[VariantSpec, Any], style: str) -> None:
+def test_numbers_that_move_maxima(built: tuple[VariantSpec, Any], style: str) -> None:
     """Swings of 200 nats, RoPE of 1e3, far groups, scales of 0; whole and split."""
     spec, kernel = built
     for parts in (1, 4):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.dsa import select_topk, shapes
+from snapmla.dsa import select_topk
+from snapmla.indexer import shapes
+from snapmla.runtime import variants
 from snapmla.testing import topk_reference
 from snapmla.testing.workloads import select_topk as workload
 
@@ -24,9 +25,9 @@ LENGTHS = (0, 7, K - 1, K, K + 1, 16385, 131072, 300000)  # of rows that have as
 GAPS = (0, 4, 20, 64)  # columns between rows: strides of any multiple of 16 bytes
 
 
-def kernel(shape: shapes.TopkShape) -> runtime.Kernel:
-    arch = runtime.arch_of(torch.device("cuda"))
-    return runtime.kernel(VariantSpec(op="select_topk", arch=arch, **shape._asdict()), "cuda")
+def kernel(shape: shapes.TopkShape) -> variants.Kernel:
+    arch = variants.arch_of(torch.device("cuda"))
+    return variants.kernel(VariantSpec(op="select_topk", arch=arch, **shape._asdict()), "cuda")
 
 
 def rows_of(name: str, columns: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import dispatch, flash_mla_fp8, metadata_pair
+from snapmla import rank
+from snapmla.compat import flash_mla_fp8, metadata_pair
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -174,10 +175,10 @@ def test_streams_have_workspaces_of_their_own() -> None:
 def test_the_card_is_known() -> None:
     """On a card that is on file the dispatcher uses its ceilings; on others it says so."""
     device = torch.device("cuda", torch.cuda.current_device())
-    card = dispatch.card_of(device)
+    card = rank.card_of(device)
     properties = torch.cuda.get_device_properties(device)
     assert card.sms == properties.multi_processor_count
-    known = dispatch.card_named(properties.name)
+    known = rank.card_named(properties.name)
     assert (known is not None and card.name == known.name) or "assumed" in card.source
     assert snapmla.explain(HEADS).problem.card == card
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.sparse_job import SparseJob, SparseShape
 
 pytestmark = pytest.mark.gpu
@@ -37,9 +37,9 @@ def assert_right_twice(pipeline: str, name: str, out_dtype: str) -> None:
     tile = next((t for t in (16, 32, 64) if t >= shape.heads), 64)
     spec = VariantSpec(op="sparse_decode", pipeline=pipeline, row_tile=tile, out_dtype=out_dtype)
     torch.manual_seed(0)
-    planner = runtime.kernel(VariantSpec(op="plan_decode"), "cuda")
+    planner = variants.kernel(VariantSpec(op="plan_decode"), "cuda")
     job = SparseJob(spec, shape, planner=planner, device="cuda")
-    kernel = runtime.kernel(spec, "cuda")
+    kernel = variants.kernel(spec, "cuda")
     first = job.run(kernel)
     errors = job.errors(first)
     assert errors.right, str(errors)

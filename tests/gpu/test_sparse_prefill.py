@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
+from snapmla.compat.flash_mla.sparse_prefill import flash_mla_sparse_fwd
+from snapmla.runtime import variants
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.testing.prefill_job import PrefillJob, Results
 from snapmla.testing.workloads.exact import Case, Runner
-from snapmla.testing.workloads.sparse_prefill import recorded
+from snapmla.testing.workloads.sparse_prefill import WORKLOAD
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -33,7 +33,7 @@ WIDTHS = (576, 512)
 def spec_of(d_qk: int, heads: int) -> VariantSpec:
     """The variant, if there is one or it can be built here."""
     spec = VariantSpec(op="sparse_prefill", row_tile=row_tile_of(heads), d_qk=d_qk)
-    if runtime.jit_refusal() and runtime.find(spec) is None:
+    if variants.jit_refusal() and variants.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
     return spec
 
@@ -93,7 +93,7 @@ def test_many_query_tokens(heads: int, s_q: int) -> None:
 @pytest.mark.parametrize("style", ["3", "30", "swings", "equal"])
 @pytest.mark.parametrize("heads", [16, 20, 128])
 @pytest.mark.parametrize("d_qk", WIDTHS)
-def test_numbers_that_move_frames(d_qk: int, heads: int, style: str) -> None:
+def test_numbers_that_move_maxima(d_qk: int, heads: int, style: str) -> None:
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0
     kind = "plain" if style.isdigit() else style
@@ -184,12 +184,12 @@ def test_flashmla_names() -> None:
 def test_recorded_cases(d_qk: int, heads: int, index: int) -> None:
     """A case of the software GPU's record runs, and gives the same bits twice."""
     spec = spec_of(d_qk, heads)
-    kernel = runtime.kernel(spec, DEVICE)
+    kernel = variants.kernel(spec, DEVICE)
 
     def run(_name: str, **given: Any) -> None:
         kernel(*given.values())
 
-    found = [recorded(Case(spec.name, index), Runner(DEVICE, run)) for _ in range(2)]
+    found = [WORKLOAD.recorded(Case(spec.name, index), Runner(DEVICE, run)) for _ in range(2)]
     for name, rows in found[0].rows.items():
         assert (rows == found[1].rows[name]).all()
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
+from snapmla.compat.flash_mla.sparse_prefill import flash_mla_sparse_fwd
+from snapmla.runtime import variants
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 from snapmla.sparse.rows_kernel import row_tile_of, split_row_tile_of
@@ -31,7 +31,7 @@ def there(heads: int, d_qk: int = 576, **values: str) -> VariantSpec:
     """The variant, if there is one or it can be built here."""
     tile = (split_row_tile_of if values.get("lists") == "split" else row_tile_of)(heads)
     spec = VariantSpec(op="sparse_prefill", row_tile=tile, d_qk=d_qk, **values)
-    if runtime.jit_refusal() and runtime.find(spec) is None:
+    if variants.jit_refusal() and variants.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
     return spec
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import flash_mla, runtime
+from snapmla.compat import flash_mla
+from snapmla.runtime import variants
 from snapmla.testing import record_job
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.sparse_job import HEAD_SCALE, placed
@@ -36,9 +37,9 @@ def kernel_of(rows: int, fmt: str) -> tuple[VariantSpec, Any]:
     spec = VariantSpec(
         op="sparse_decode", pipeline="mix16", row_tile=rows, out_dtype="bf16", cache_dtype=fmt
     )
-    if runtime.jit_refusal() and runtime.find(spec) is None:
+    if variants.jit_refusal() and variants.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
-    return spec, runtime.kernel(spec, "cuda")
+    return spec, variants.kernel(spec, "cuda")
 
 
 @pytest.mark.parametrize("page_size", PAGES)
@@ -61,7 +62,7 @@ def test_flashmlas_lists(fmt: str, heads: int, rows: int, page_size: int) -> Non
 @pytest.mark.parametrize("style", record_job.STYLES)
 @pytest.mark.parametrize("rows", TILES)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_numbers_that_move_frames(fmt: str, rows: int, style: str) -> None:
+def test_numbers_that_move_maxima(fmt: str, rows: int, style: str) -> None:
     """Peaked rows, swings of 200 nats, queries that equal a token, RoPE of 1e3, far groups, the
     least scales; whole and split, one list and two."""
     spec, kernel = kernel_of(rows, fmt)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snapmla.dsa import vllm_names
+from snapmla.compat import vllm
 from snapmla.testing import topk_reference
 
 pytestmark = pytest.mark.gpu
@@ -42,9 +42,9 @@ def test_rows_of_any_width(width: int, gap: int) -> None:
         assert logits.stride() == (width + gap, 1)
         last = rows, logits.stride(0), logits.stride(1), K
         results = [torch.full((rows, K), -7, dtype=torch.int32, device="cuda") for _ in range(3)]
-        vllm_names.persistent_topk(logits, seen, results[0], None, K, width)
-        vllm_names.top_k_per_row_decode(logits, 1, seen, results[1], *last)
-        vllm_names.top_k_per_row_prefill(logits, torch.zeros_like(seen), seen, results[2], *last)
+        vllm.persistent_topk(logits, seen, results[0], None, K, width)
+        vllm.top_k_per_row_decode(logits, 1, seen, results[1], *last)
+        vllm.top_k_per_row_prefill(logits, torch.zeros_like(seen), seen, results[2], *last)
         for name, result in zip(("persistent", "decode", "prefill"), results, strict=True):
             assert torch.equal(result.cpu(), want), (name, rows)
 
@@ -58,7 +58,5 @@ def test_prompts_begin_anywhere(width: int) -> None:
     ends = torch.full((rows,), width, dtype=torch.int32)
     want, _ = topk_reference.select_topk_reference(host, ends - starts, K, row_starts=starts)
     out = torch.full((rows, K), -7, dtype=torch.int32, device="cuda")
-    vllm_names.top_k_per_row_prefill(
-        host.cuda(), starts.cuda(), ends.cuda(), out, rows, width, 1, K
-    )
+    vllm.top_k_per_row_prefill(host.cuda(), starts.cuda(), ends.cuda(), out, rows, width, 1, K)
     assert torch.equal(out.cpu(), want)

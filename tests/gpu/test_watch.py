@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import dump, repro, runtime
+from snapmla.runtime import dump, variants
 from snapmla.testing import selfcheck
+from snapmla.tools import repro
 from tests.support import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -26,10 +27,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("SNAPMLA_LOG", "1")
     monkeypatch.setenv("SNAPMLA_DUMP", str(tmp_path))
     monkeypatch.setenv("SNAPMLA_DUMP_WHEN", "all")
-    runtime.forget()
+    variants.forget()
     yield tmp_path
     monkeypatch.undo()
-    runtime.forget()
+    variants.forget()
 
 
 class Step:
@@ -86,7 +87,7 @@ def test_captured_calls_pass_by(folder: Path, caplog: pytest.LogCaptureFixture) 
 FAULT = """
 import sys, torch
 from dsl_kernels.spec import VariantSpec
-from snapmla import watch
+from snapmla.runtime import watch
 
 def fault(*arguments):
     torch._assert_async(torch.zeros(1, device="cuda"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, runtime
+from snapmla.runtime import env, variants
 from snapmla.testing import on_card
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def there() -> list[str]:
 
 
 def test_small_calls_of_every_kernel() -> None:
-    arch, wrong, seen = runtime.arch_of(torch.device("cuda")), {}, 0
+    arch, wrong, seen = variants.arch_of(torch.device("cuda")), {}, 0
     for name in there():
         spec = VariantSpec.from_name(name)
         values = dict(spec.values)
@@ -48,7 +48,7 @@ def test_small_calls_of_every_kernel() -> None:
 def test_index_keys_behind_norm_and_rope(form: str) -> None:
     """By name, so that a record says whether they ran: the test above runs what it finds."""
     spec = VariantSpec.from_name(f"append_index_k_x{form}_sm90a")
-    if runtime.find(spec) is None and runtime.jit_refusal():
+    if variants.find(spec) is None and variants.jit_refusal():
         pytest.skip(f"{spec.name} is compiled when it is asked for, and nothing compiles here")
     result = on_card.check(spec)
     assert result.passed, result.summary

@@ -17,8 +17,10 @@ import torch
 
 import snapmla
 import softgpu
-from snapmla import PagedKVCache, attention, env, metrics, runtime
-from snapmla.decode_plan import PlanVariant
+from snapmla import PagedKVCache, metrics
+from snapmla.dense import PlanVariant
+from snapmla.dense import decode as attention
+from snapmla.runtime import env, variants
 from snapmla.testing import selfcheck
 from snapmla.testing.rounding import MIMIC_F16
 from tests.support.bits import same_bits
@@ -457,8 +459,8 @@ def test_empty_calls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object) -> None:
         raise AssertionError("an empty call reached a kernel")
 
-    monkeypatch.setattr("snapmla.runtime.kernel", reached)
-    snapmla.runtime.forget()
+    monkeypatch.setattr("snapmla.runtime.variants.kernel", reached)
+    snapmla.runtime.variants.forget()
     cache = PagedKVCache.allocate(2, 16, device="cpu")
     empty = torch.zeros(0, dtype=torch.int32)
     snapmla.append_kv(cache, torch.zeros(0, 512), torch.zeros(0, 64), empty)
@@ -649,12 +651,12 @@ def test_a_kernel_that_does_not_compile_is_compiled_once(
         asked.append(spec)
         raise snapmla.errors.VariantError("it did not compile")
 
-    monkeypatch.setattr(runtime, "compile_variant", broken)
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
-    runtime.forget()
+    monkeypatch.setattr(variants, "compile_variant", broken)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
+    variants.forget()
     with pytest.raises(snapmla.errors.VariantError, match="^it did not compile"):
         snapmla.decode(**call)
-    runtime.forget()
+    variants.forget()
     assert len(asked) == 1
 
 

@@ -16,7 +16,8 @@ from codegen import closure
 from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, byte_cache
+from snapmla import PagedKVCache
+from snapmla.cache import byte_cache
 from snapmla.reference import dequantize_pages, quantize_pages, quantize_rows
 from snapmla.testing.workloads import samples
 from tests.support.bits import assert_same, same_bits

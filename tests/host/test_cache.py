@@ -13,7 +13,8 @@ import torch
 
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import PagedKVCache, layouts
+from snapmla import PagedKVCache
+from snapmla.cache import layouts
 from tests.support.bits import same_bits
 from tests.support.cases import LAYOUTS
 from tests.support.copies import COPIES

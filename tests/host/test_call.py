@@ -1,4 +1,4 @@
-"""``snapmla.call``: what a known call has in common with the one that was checked.
+"""``snapmla.call.memo``: what a known call has in common with the one that was checked.
 
 Most kernels are stand-ins here, which do nothing: what is asked is how a call gets to one, and what
 it says instead.
@@ -24,9 +24,13 @@ import snapmla
 import softgpu
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, QuantizedQuery, flash_mla, launch, layouts, overlap, runtime
-from snapmla import call as calls
-from snapmla.decode_plan import TENSORS, DecodePlan
+from snapmla import PagedKVCache, QuantizedQuery
+from snapmla.cache import layouts
+from snapmla.call import memo as calls
+from snapmla.checks import overlap
+from snapmla.compat import flash_mla
+from snapmla.dense import TENSORS, DecodePlan
+from snapmla.runtime import launch, variants
 from tests.support.needs import needs_compiler
 from tests.support.wrong_arguments import BF16, NESTED, RIGHT, call, fetch_arguments, query
 
@@ -149,8 +153,8 @@ class Known:
             return self.found[-1]
 
         monkeypatch.setattr(calls.Memo, "find", noted)
-        runtime.forget()
-        monkeypatch.setattr(runtime, "kernel", self._kernel)
+        variants.forget()
+        monkeypatch.setattr(variants, "kernel", self._kernel)
         for _ in range(3):
             self.made()
         assert self.found[-1] is not None, "three calls that are right are not known"
@@ -174,7 +178,7 @@ class Known:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Known]]:
     yield lambda name: Known(name, monkeypatch)
-    runtime.forget()  # the stand-ins
+    variants.forget()  # the stand-ins
 
 
 @every_call

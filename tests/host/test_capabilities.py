@@ -21,16 +21,16 @@ from codegen.precompile import precompile
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS, TARGETS
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, runtime
-from snapmla.dsa import shapes
 from snapmla.errors import UnsupportedDeviceError, VariantError
+from snapmla.indexer import shapes
+from snapmla.runtime import env, variants
 from tests.support.needs import needs_compiler, needs_kernels
 from tests.support.single_calls import CALLS
 
 ELSEWHERE = "FlashInfer's sparse MLA kernels for SM120 and SM121, and vLLM's Triton fallback"
 HERE = "kernels are built for sm_90 (Hopper), sm_100 and sm_103 (Blackwell)"
 ANYWHERE = "snapmla.reference runs anywhere"
-scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+scoring: Any = importlib.import_module("snapmla.indexer.index_logits")  # a function has its name
 SPEC = VariantSpec(op="merge", arch="sm_100a")
 NO_KERNEL = ("convert_cache",)  # bytes moved by torch, on any device
 
@@ -49,8 +49,8 @@ class Cards:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[VariantSpec] = []
         self._patch = monkeypatch.setattr
-        self._arch_of: Callable[[torch.device], str] = runtime.arch_of.__wrapped__
-        build = runtime.find_or_build
+        self._arch_of: Callable[[torch.device], str] = variants.arch_of.__wrapped__
+        build = variants.find_or_build
 
         def found(spec: VariantSpec, *, need_library: bool) -> Any:
             return build(spec, need_library=False) if registry.module_name(spec) is None else spec
@@ -58,16 +58,16 @@ class Cards:
         def load(spec: VariantSpec, _: str) -> Callable[..., None]:
             return lambda *given: self.asked.append(spec)
 
-        self._patch(runtime, "_met", set())
-        self._patch(runtime, "find_or_build", found)
-        self._patch(runtime, "load", load)
+        self._patch(variants, "_met", set())
+        self._patch(variants, "find_or_build", found)
+        self._patch(variants, "load", load)
         self._patch(torch.cuda, "get_device_name", lambda device: "a card")
 
     def be(self, *capability: int) -> None:
         """Tensors are this card's from now on, and nothing is known of calls."""
         self._patch(torch.cuda, "get_device_capability", lambda device: capability)
-        self._patch(runtime, "arch_of", lambda device: self._arch_of(torch.device("cuda", 0)))
-        runtime.forget()
+        self._patch(variants, "arch_of", lambda device: self._arch_of(torch.device("cuda", 0)))
+        variants.forget()
         self.asked.clear()
 
 
@@ -77,7 +77,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
     monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
     yield Cards(monkeypatch)
     monkeypatch.undo()
-    runtime.forget()
+    variants.forget()
 
 
 @needs_kernels
@@ -123,7 +123,7 @@ def test_what_has_no_kernel_asks_for_no_card(cards: Cards, name: str) -> None:
 
 def test_every_architecture_has_a_target_of_its_own() -> None:
     assert set(ARCHS) <= set(TARGETS)
-    assert set(runtime._ARCH_OF_CAPABILITY) == {c for some in TARGETS.values() for c in some}
+    assert set(variants._ARCH_OF_CAPABILITY) == {c for some in TARGETS.values() for c in some}
 
 
 def place(folder: Path, target: str | None) -> None:
@@ -148,21 +148,21 @@ def test_a_record_decides_which_cards_load_it(
     """Of older builds, which say nothing, its architecture alone; no guess by the name."""
     place(tmp_path, target)
     monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
-    monkeypatch.setattr(runtime, "driver_version", lambda: None)
-    monkeypatch.setattr(runtime, "_met", {capability})
+    monkeypatch.setattr(variants, "driver_version", lambda: None)
+    monkeypatch.setattr(variants, "_met", {capability})
     if loads:
-        assert runtime.find_or_build(SPEC, need_library=True).name == SPEC.name
+        assert variants.find_or_build(SPEC, need_library=True).name == SPEC.name
         return
     words = f"was assembled for {target or 'sm_100a'}, which sm_10{capability[1]} does not load"
     with pytest.raises(VariantError, match=words):
-        runtime.find_or_build(SPEC, need_library=True)
-    artifact = runtime.find_or_build(SPEC, need_library=False)  # the software GPU loads all
+        variants.find_or_build(SPEC, need_library=True)
+    artifact = variants.find_or_build(SPEC, need_library=False)  # the software GPU loads all
     with pytest.raises(VariantError, match=words):
-        runtime.load(artifact, "cuda")
+        variants.load(artifact, "cuda")
     rebuilt: list[VariantSpec] = []
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
-    monkeypatch.setattr(runtime, "compile_variant", rebuilt.append)
-    runtime.find_or_build(SPEC, need_library=True)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "compile_variant", rebuilt.append)
+    variants.find_or_build(SPEC, need_library=True)
     assert rebuilt == [SPEC]
 
 
@@ -195,6 +195,6 @@ def test_a_build_says_what_it_is_for() -> None:
     specs = {arch: VariantSpec(op="index_rows", arch=arch) for arch in targets}
     assert not precompile(list(specs.values()), artifacts.default_dir(), jobs=1).failed
     for arch, target in targets.items():
-        artifact = runtime.find(specs[arch], [artifacts.default_dir()])
+        artifact = variants.find(specs[arch], [artifacts.default_dir()])
         assert artifact is not None and artifact.target == target
         assert f"\n.target {target}\n" in artifact.ptx.read_text()

@@ -20,7 +20,9 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, checks, flash_mla, flash_mla_fp8, runtime
+from snapmla import PagedKVCache, checks
+from snapmla.compat import flash_mla, flash_mla_fp8
+from snapmla.runtime import variants
 from tests.support.needs import needs_compiler
 from tests.support.wrong_arguments import (
     BF16,
@@ -71,11 +73,11 @@ def refused(error: type[Exception], words: str, advice: str) -> Iterator[None]:
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reached(spec: VariantSpec, device_type: str) -> runtime.Kernel:
+    def reached(spec: VariantSpec, device_type: str) -> variants.Kernel:
         raise AssertionError(f"wrong input reached {spec.name}")
 
-    runtime.forget()
-    monkeypatch.setattr(runtime, "kernel", reached)
+    variants.forget()
+    monkeypatch.setattr(variants, "kernel", reached)
 
 
 @rows(WRONG)

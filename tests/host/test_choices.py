@@ -1,4 +1,4 @@
-"""``snapmla.decode_plan.choices``: options of a decode as its kernels take them."""
+"""``snapmla.dense.choices``: options of a decode as its kernels take them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from snapmla.decode_plan.choices import choices
+from snapmla.dense.choices import choices
 
 
 @pytest.mark.parametrize("causal", [False, True])

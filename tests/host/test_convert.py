@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import snapmla
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from dsl_kernels.formats import ds_mla
-from snapmla import PagedKVCache, byte_cache
+from snapmla import PagedKVCache
+from snapmla.cache import byte_cache
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from snapmla.testing.rounding import quantize_rows
 from snapmla.testing.workloads import samples
@@ -134,7 +135,7 @@ def test_to_powers_of_two() -> None:
 @pytest.mark.parametrize("back", [False, True])
 def test_some_pages(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each where it is sent, in steps of one page; the others keep every byte."""
-    monkeypatch.setattr("snapmla.convert.AT_ONCE", 16)
+    monkeypatch.setattr("snapmla.cache.convert.AT_ONCE", 16)
     rows, planes = rows_cache(5, 16), samples.poisoned_cache(6, 16, "paged")
     snapmla.convert_cache(rows, planes)  # the first five
     source, out = (planes, samples.poisoned_bytes(ds_mla.NAME, 7, 16)) if back else (rows, planes)

@@ -17,8 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import snapmla
-from snapmla import launch
-from snapmla.decode_plan import partial_rows, unit_capacity
+from snapmla.dense import partial_rows, unit_capacity
+from snapmla.runtime import launch
 from snapmla.testing import selfcheck
 from snapmla.testing.reference_plan import Queries, plan_reference
 from tests.support.bits import same_bits
@@ -265,8 +265,8 @@ def test_update_wants_what_the_plan_was_made_with() -> None:
 @needs_compiler
 def test_copies_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments prepared for launches stay with the original, and need not be copyable."""
-    monkeypatch.setattr("snapmla.decode_plan.plan.launch_plan", lambda *_: None)
-    monkeypatch.setattr("snapmla.launch.prepared", lambda *tensors: (lambda: tensors,))
+    monkeypatch.setattr("snapmla.dense.plan.launch_plan", lambda *_: None)
+    monkeypatch.setattr("snapmla.runtime.launch.prepared", lambda *tensors: (lambda: tensors,))
     lengths = torch.tensor([200, 70], dtype=torch.int32)
     plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=4)
     cache = snapmla.PagedKVCache.allocate(2, 64, device="cpu")

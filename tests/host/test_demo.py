@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from dsl_kernels.spec import VariantSpec
 from profiles import demo
-from snapmla import runtime
 from snapmla.errors import VariantError
+from snapmla.runtime import variants
 
 MEASURED = {"decode + merge": 100.0, "plan.update_": 3.0}
 
@@ -45,8 +45,8 @@ def test_a_missing_variant_is_one_sentence(
         except RuntimeError as error:
             raise VariantError(f"variant {spec.name} did not compile: [red]") from error
 
-    runtime.forget()
-    monkeypatch.setattr(runtime, "kernel", missing)
+    variants.forget()
+    monkeypatch.setattr(variants, "kernel", missing)
     result = CliRunner().invoke(app(), ["--device", "cpu"])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     last = result.output.splitlines()[-1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import attention
+from snapmla.dense import decode
 from tests.support.bits import same_bits
 from tests.support.dense_steps import SCALE, DenseStep, results
 from tests.support.families import with_format
@@ -49,7 +49,7 @@ def test_a_planned_call(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the full checks were made")
 
-    monkeypatch.setattr(attention, "checked", refuse)
+    monkeypatch.setattr(decode, "checked", refuse)
     given = results(step)
     again = step.decode(plan, **given, out_dtype=step.q.dtype)
     assert again[0] is given["out"] and again[1] is given["lse"]

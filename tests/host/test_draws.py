@@ -105,7 +105,7 @@ def test_problems_of_one_draw_share_what_is_drawn_once() -> None:
 
     work = workload(
         None, lambda *_: {}, arguments, small=lambda _: [Problem(note="a"), Problem(note="b")],  # type: ignore[arg-type]
-        recorded=lambda _: Problem(), sized=lambda *_: Problem(), results=named("y"),
+        recorded=lambda _: [Problem()], sized=lambda *_: Problem(), results=named("y"),
         rows=lambda *_: {},
     )  # fmt: skip
     spec = VariantSpec.from_name(NAME)

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 import snapmla
 from dsl_kernels.formats import ds_mla
-from snapmla import PagedKVCache, byte_cache, quant
+from snapmla import PagedKVCache
+from snapmla.cache import byte_cache, quant
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from tests.support.bits import same_bits
 from tests.support.copies import COPIES
@@ -207,7 +208,7 @@ def test_attention_takes_what_goes_with_it() -> None:
         snapmla.plan_decode(
             lengths, 16, 1, page_size=64, max_pages=1, cache_dtype=FORMAT, accuracy="high"
         )
-    needed = snapmla.dispatch.needs(snapmla.dispatch.Model((16,), dtype=FORMAT))
+    needed = snapmla.rank.needs(snapmla.rank.Model((16,), dtype=FORMAT))
     assert needed[-1].name == "record_decode_mix16_r16_obf16_sm90a"
 
 

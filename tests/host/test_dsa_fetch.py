@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapmla.dsa import append_index_k, fetch, fetch_index_k
+from snapmla.dsa import append_index_k, fetch_index_k
+from snapmla.indexer import fetch_index_k as fetch
 from snapmla.testing import index_reference as reference
 from snapmla.testing import index_tables
 from tests.support.needs import needs_compiler

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapmla.dsa import deep_gemm_names as dg
-from snapmla.dsa import shapes, vllm_names
-from snapmla.dsa.index_logits import pages
+from snapmla.compat import deep_gemm as dg
+from snapmla.compat import vllm
+from snapmla.indexer import shapes
+from snapmla.indexer.index_logits import pages
 from snapmla.testing import index_reference as reference
 from snapmla.testing import topk_reference
 from snapmla.testing.workloads.index_logits import SLACK, sample_call
 from tests.support.needs import needs_kernels
 
 E4M3, I32 = torch.float8_e4m3fn, torch.int32
-scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+scoring: Any = importlib.import_module("snapmla.indexer.index_logits")  # a function has its name
 
 
 @pytest.fixture(autouse=True)
@@ -147,15 +148,15 @@ def test_top_k_of_decode() -> None:
     want, _ = topk_reference.select_topk_reference(logits[:6], seen.view(-1), 20)
     for told in (lengths, seen):
         out = torch.full((9, 33), -7).int()
-        vllm_names.top_k_per_row_decode(logits, 2, told, out, 6, 304, 1, 20)
+        vllm.top_k_per_row_decode(logits, 2, told, out, 6, 304, 1, 20)
         assert torch.equal(out[:6, :20], want)
         assert bool((out[6:] == -7).all() and (out[:, 20:] == -7).all())
     out = torch.full((3, 20), -7).int()
-    vllm_names.top_k_per_row_decode(logits, 1, lengths, out, 3, 304, 1, 20)
+    vllm.top_k_per_row_decode(logits, 1, lengths, out, 3, 304, 1, 20)
     alone, _ = topk_reference.select_topk_reference(logits[:3], lengths, 20)
     assert torch.equal(out, alone)
     out = torch.full((6, 20), -7).int()
-    vllm_names.persistent_topk(logits[:6], seen, out, None, 20, 304)
+    vllm.persistent_topk(logits[:6], seen, out, None, 20, 304)
     assert torch.equal(out, want)
 
 
@@ -165,7 +166,7 @@ def test_top_k_of_prompts() -> None:
     starts = torch.tensor([0, 7, 100, 50, 3]).int()
     ends = torch.tensor([300, 9, 304, 40, 3]).int()
     out = torch.full((5, 20), -7).int()
-    vllm_names.top_k_per_row_prefill(logits, starts, ends, out, 5, 304, 1, 20)
+    vllm.top_k_per_row_prefill(logits, starts, ends, out, 5, 304, 1, 20)
     rows = topk_reference.select_topk_reference(logits, ends - starts, 20, row_starts=starts)
     assert torch.equal(out, rows[0])
 
@@ -178,7 +179,7 @@ def test_keys_into_pages_and_back(fmt: str) -> None:
     k = torch.randn(70, 128).bfloat16()
     cache = torch.full((4, 64, 132), 0x7F, dtype=torch.uint8)
     slots = torch.cat([torch.arange(128, 192), torch.arange(6), torch.tensor([-1, -1])])
-    vllm_names.indexer_k_quant_and_cache(k, cache, slots, 128, fmt)
+    vllm.indexer_k_quant_and_cache(k, cache, slots, 128, fmt)
     keys, scales = reference.quantize_keys(k.float(), power_of_two=fmt == "ue8m0")
     table, begins = torch.tensor([[2, 0], [0, 9]]).int(), torch.tensor([0, 67, 70]).int()
     order = [*range(64), 64, 65, 66, 64, 65, 66]
@@ -186,7 +187,7 @@ def test_keys_into_pages_and_back(fmt: str) -> None:
         (torch.zeros(72, 128, dtype=torch.uint8), torch.zeros(72, 4, dtype=torch.uint8)),
         (torch.zeros(72, 128, dtype=torch.uint8).view(E4M3), torch.zeros(72, 1)),
     ):
-        vllm_names.cp_gather_indexer_k_quant_cache(cache, dst, factors, table, begins)
+        vllm.cp_gather_indexer_k_quant_cache(cache, dst, factors, table, begins)
         assert torch.equal(dst.view(torch.uint8)[:70], keys.view(torch.uint8)[order])
         assert torch.equal(factors.view(torch.float32).view(-1)[:70], scales[order])
         assert not dst.view(torch.uint8)[70:].any() and not factors[70:].any()
@@ -204,13 +205,13 @@ SIGNATURES = {
     "max_seqlen_k=0 logits_dtype=torch.float32",
     dg.fp8_fp4_paged_mqa_logits: "q kv_cache weights context_lens block_table schedule_meta "
     "max_context_len clean_logits=False logits_dtype=torch.float32 indices=None",
-    vllm_names.top_k_per_row_decode: "logits next_n seq_lens raw_topk_indices num_rows stride0 "
+    vllm.top_k_per_row_decode: "logits next_n seq_lens raw_topk_indices num_rows stride0 "
     "stride1 topk_tokens",
-    vllm_names.top_k_per_row_prefill: "logits cu_seqlen_ks cu_seqlen_ke raw_topk_indices num_rows "
+    vllm.top_k_per_row_prefill: "logits cu_seqlen_ks cu_seqlen_ke raw_topk_indices num_rows "
     "stride0 stride1 topk_tokens",
-    vllm_names.persistent_topk: "logits lengths output workspace k max_seq_len",
-    vllm_names.indexer_k_quant_and_cache: "k kv_cache slot_mapping quant_block_size kv_cache_dtype",
-    vllm_names.cp_gather_indexer_k_quant_cache: "kv_cache dst_k dst_scale block_table cu_seq_lens",
+    vllm.persistent_topk: "logits lengths output workspace k max_seq_len",
+    vllm.indexer_k_quant_and_cache: "k kv_cache slot_mapping quant_block_size kv_cache_dtype",
+    vllm.cp_gather_indexer_k_quant_cache: "kv_cache dst_k dst_scale block_table cu_seq_lens",
 }
 
 
@@ -221,7 +222,7 @@ def test_signatures() -> None:
         assert [str(p).split(":")[0] + (f"={p.default}" if p.default is not p.empty else "")
                 for p in found] == text.split()  # fmt: skip
     named = {f.__name__ for f in SIGNATURES}
-    assert named == {*dg.__all__, *vllm_names.__all__}
+    assert named == {*dg.__all__, *vllm.__all__}
 
 
 # ---------------------------------------------------------------------------- what is wrong
@@ -303,11 +304,11 @@ def test_what_vllms_names_refuse() -> None:
         ("seq_lens", lambda x: x[:1], "seq_lens: expected shape (2,), got (1,)"),
         ("seq_lens", lambda x: x[:, None], "seq_lens: expected shape (2, 2), got (2, 1)"),
     ]
-    refused(vllm_names.top_k_per_row_decode, decode, common + own)
+    refused(vllm.top_k_per_row_decode, decode, common + own)
     bounds = {name: torch.zeros(4, dtype=I32) for name in ("cu_seqlen_ks", "cu_seqlen_ke")}
     rest = {n: x for n, x in decode.items() if n not in ("next_n", "seq_lens")}
     short: Wrong = [("cu_seqlen_ke", lambda x: x[:3], "cu_seqlen_ke: expected 4 entries or more")]
-    refused(vllm_names.top_k_per_row_prefill, {**rest, **bounds}, common + short)
+    refused(vllm.top_k_per_row_prefill, {**rest, **bounds}, common + short)
     key = {
         "k": torch.zeros(3, 128).bfloat16(), "kv_cache": torch.zeros(2, 64, 132).byte(),
         "slot_mapping": torch.arange(3), "quant_block_size": 128, "kv_cache_dtype": "ue8m0",
@@ -317,7 +318,7 @@ def test_what_vllms_names_refuse() -> None:
         ("kv_cache", lambda c: c[:, :16], "kv_cache: expected shape (pages, 64, 132)"),
         ("slot_mapping", lambda s: s[:2], "slot_mapping: expected shape (3,)"),
     ]
-    refused(vllm_names.indexer_k_quant_and_cache, key, wrong)
+    refused(vllm.indexer_k_quant_and_cache, key, wrong)
     gather = {
         "kv_cache": key["kv_cache"], "dst_k": torch.zeros(3, 128).byte(),
         "dst_scale": torch.zeros(3, 4).byte(), "block_table": torch.zeros(1, 2, dtype=I32),
@@ -329,4 +330,4 @@ def test_what_vllms_names_refuse() -> None:
         ("block_table", lambda t: t[0], "block_table: expected shape (b, width)"),
         ("cu_seq_lens", lambda c: c[:1], "cu_seq_lens: expected shape (2,)"),
     ]
-    refused(vllm_names.cp_gather_indexer_k_quant_cache, gather, wrong)
+    refused(vllm.cp_gather_indexer_k_quant_cache, gather, wrong)

@@ -17,7 +17,8 @@ import torch
 
 import snapmla
 from snapmla import PagedKVCache
-from snapmla.dsa import append_index_k, index_topk, shapes
+from snapmla.dsa import append_index_k, index_topk
+from snapmla.indexer import shapes
 from snapmla.testing import index_reference as reference
 from snapmla.testing import topk_reference
 from snapmla.testing.index_tables import rows_tables
@@ -27,7 +28,7 @@ from tests.support.needs import needs_compiler
 from tests.support.on_blackwell import blackwell
 
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]
-scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+scoring: Any = importlib.import_module("snapmla.indexer.index_logits")  # a function has its name
 E4M3, HEADS, K, S_Q = torch.float8_e4m3fn, 64, 20, 2
 SCALE = 576**-0.5
 LENGTHS = (150, 0, 70)

@@ -1,4 +1,4 @@
-"""``snapmla.dsa.prologue``: the bits of single calls, results, known calls, mistakes."""
+"""``snapmla.indexer.dsa_prologue``: the bits of single calls, results, known calls, mistakes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import snapmla
-from snapmla import PagedKVCache, dsa, quant, reference
+from snapmla import PagedKVCache, dsa, reference
+from snapmla.cache import quant
 from snapmla.testing import index_reference
 from tests.support.bits import assert_same, same_bits
 from tests.support.needs import needs_compiler

@@ -15,15 +15,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from snapmla import repro, runtime
-from snapmla.dsa import index_logits, index_topk, index_topk_workspace, shapes, step
+from snapmla.dsa import index_logits, index_topk, index_topk_workspace
+from snapmla.indexer import index_topk as step
+from snapmla.indexer import shapes
+from snapmla.runtime import variants
 from snapmla.testing import topk_reference
 from snapmla.testing.index_tables import rows_tables
 from snapmla.testing.workloads.index_logits import sample_call
+from snapmla.tools import repro
 from softgpu import Options, using
 from tests.support.needs import needs_kernels
 
-scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+scoring: Any = importlib.import_module("snapmla.indexer.index_logits")  # a function has its name
 E4M3, K = torch.float8_e4m3fn, 20
 Chosen = tuple[Tensor, Tensor]
 
@@ -227,13 +230,13 @@ def test_a_line_and_a_file_for_each_launch(
     settings = {"LOG": "1", "DUMP": str(tmp_path), "DUMP_WHEN": "all"}
     for name, value in settings.items():
         monkeypatch.setenv(f"SNAPMLA_{name}", value)
-    runtime.forget()
+    variants.forget()
     try:
         with caplog.at_level(logging.INFO, "snapmla"):
             same(index_topk(**given), want)
     finally:
         monkeypatch.undo()
-        runtime.forget()
+        variants.forget()
     lines = [x.getMessage() for x in caplog.records if " on cpu: " in x.getMessage()]
     assert lines == [
         f"{names[0]} on cpu: cache_seqlens (3,), block_table (3, 4), lengths (6,)",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dsl_kernels.families import FORMATS
-from snapmla import dump
-from snapmla.cache import PagedKVCache
+from snapmla.cache.paged import PagedKVCache
+from snapmla.runtime import dump
 from snapmla.testing import selfcheck
 
 

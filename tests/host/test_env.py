@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from snapmla import env
+from snapmla.runtime import env
 
 QUOTED = re.compile(r"""["']((?:SNAPMLA|SOFTGPU)_[A-Z_]+)["']""")
 SOFTGPU_OPTION = re.compile(r"""_environment\(["']([A-Z_]+)["']""")
@@ -67,7 +67,7 @@ def test_a_bundle_comes_before_the_cache(
     """What was packed with the package, and packages of kernels that are of the same sources, are
     searched last but for a per-user cache, if there is."""
     cache = tmp_path / "snapmla" / env.__version__ / "variants"
-    packed = Path(env.__file__).parent / "variants"
+    packed = env.PACKAGE / "variants"
     monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(env, "is_checkout", lambda: False)
     monkeypatch.setattr(env, "cache_home", lambda: tmp_path if home else None)
@@ -127,7 +127,7 @@ def test_packages_of_kernels(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-kernels\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[{env.KERNELS}]\nsm90 = kernels\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(env, "__file__", str(tmp_path / "snapmla" / "env.py"))
+    monkeypatch.setattr(env, "PACKAGE", tmp_path / "snapmla")
     (found,) = env.kernel_wheels.__wrapped__()
     assert (found.path, found.writable) == (tmp_path / "kernels" / "variants", False)
     assert found.what == "an installed `some-kernels`"

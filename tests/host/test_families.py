@@ -19,11 +19,13 @@ from dsl_kernels import registry
 from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, MHA, PREFILL, Axis, Family
 from dsl_kernels.spec import VariantSpec
 from profiles import ncu
-from snapmla import dispatch, dump, info, repro, runtime, watch
+from snapmla import rank
 from snapmla.errors import VariantError
+from snapmla.runtime import dump, variants, watch
 from snapmla.testing import selfcheck, workloads
 from snapmla.testing.workloads import call
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
+from snapmla.tools import info, repro
 from tests.support.families import with_family
 
 HERE = "tests.host.test_families"
@@ -89,9 +91,9 @@ def test_dumps(specs: list[VariantSpec], monkeypatch: pytest.MonkeyPatch, tmp_pa
     watch.watched(kernel, specs[0], names)(torch.ones(2, 3), torch.zeros(2))
     (path,) = tmp_path.glob("*.pt")
     assert {name: t.tolist() for name, t in dump.read(path).results.items()} == {"swept": [3, 3]}
-    monkeypatch.setattr(runtime, "find_or_build", lambda spec, need_library: spec)
-    monkeypatch.setattr(runtime, "load", lambda artifact, device: kernel)
-    monkeypatch.setattr(runtime, "argument_names", lambda spec: names)
+    monkeypatch.setattr(variants, "find_or_build", lambda spec, need_library: spec)
+    monkeypatch.setattr(variants, "load", lambda artifact, device: kernel)
+    monkeypatch.setattr(variants, "argument_names", lambda spec: names)
     _, outcome = repro.repeat(path, "cpu")
     assert list(outcome.results) == ["swept"] and outcome.compared and not outcome.differs
     assert (outcome.reference, outcome.right) == ("wide: sweep", False)
@@ -117,12 +119,12 @@ def test_self_check(specs: list[VariantSpec], monkeypatch: pytest.MonkeyPatch) -
 def test_counts_results_and_releases(specs: list[VariantSpec]) -> None:
     assert [info.family(spec) for spec in specs] == ["sweep wide", "sweep narrow"]
     assert [spec.result_dtype for spec in specs] == ["bf16", "f16"]
-    artifact = runtime.Artifact.__new__(runtime.Artifact)
+    artifact = variants.Artifact.__new__(variants.Artifact)
     for name, value in (("name", specs[0].name), ("directory", Path("old"))):
         object.__setattr__(artifact, name, value)
-    runtime._expect_sources(artifact, {"sources": ["dsl_kernels/families/sweep.py"]})
+    variants._expect_sources(artifact, {"sources": ["dsl_kernels/families/sweep.py"]})
     with pytest.raises(VariantError, match=r"made without families/sweep\.py"):
-        runtime._expect_sources(artifact, {"sources": ["dsl_kernels/combine/merge.py"]})
+        variants._expect_sources(artifact, {"sources": ["dsl_kernels/combine/merge.py"]})
 
 
 def test_a_wheel_of_its_kind(
@@ -193,12 +195,12 @@ def test_what_is_no_op_has_no_workload() -> None:
 def test_every_format_is_decoded_by_one_op() -> None:
     """The dispatcher picks by format; two ops that read one would be a guess.  Those that are named
     are read where ``record_decode`` declares it."""
-    read = list(dispatch.DENSE_FORMATS)
+    read = list(rank.DENSE_FORMATS)
     unnamed = [name for name, fmt in FORMATS.items() if not fmt.named]
     assert sorted(read) == sorted([*unnamed, *FAMILIES["record_decode"].formats])
     for name in read:
-        assert name in dispatch.op_of(name).family.formats
-        assert dispatch.op_of(name).token_bytes == FORMATS[name].token_bytes
+        assert name in rank.op_of(name).family.formats
+        assert rank.op_of(name).token_bytes == FORMATS[name].token_bytes
 
 
 @pytest.mark.parametrize("command", ["precompile", "wheels"])

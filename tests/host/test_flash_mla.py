@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import attention, decode_plan, flash_mla, records
-from snapmla.mha import flash_mla_names
-from snapmla.sparse import flash_mla_names as sparse_names
+from snapmla import dense
+from snapmla.compat import flash_mla, sched_meta
+from snapmla.compat.flash_mla import mha
+from snapmla.compat.flash_mla import sparse_prefill as sparse_names
+from snapmla.dense import decode as attention
 from snapmla.testing.reference_plan import records_reference
 from softgpu import Options, using
 from tests.support.bits import assert_same_bits, same_bits
@@ -266,8 +268,8 @@ def test_an_object_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("planned, or checked in full")
 
     for module, name in (
-        (decode_plan, "launch_plan"), (decode_plan.plan, "launch_plan"),
-        (records, "launch_plan_of"), (attention, "checked"), (flash_mla, "checked_cache"),
+        (dense, "launch_plan"), (dense.plan, "launch_plan"),
+        (sched_meta, "launch_plan_of"), (attention, "checked"), (flash_mla, "checked_cache"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, refuse)
     given = {"out": torch.full_like(out, 7.0), "lse": torch.full_like(lse, 7.0)}
@@ -570,10 +572,10 @@ def test_results_over_the_tables_are_refused(
 
 def test_prefill_is_that_of_its_kernels() -> None:
     """By FlashMLA's names; ``test_mha.py`` and ``test_sparse_prefill.py`` are of what they do."""
-    for module in (flash_mla_names, sparse_names):
+    for module in (mha, sparse_names):
         for name in module.__all__:
             assert getattr(flash_mla, name) is getattr(module, name)
-    assert {*flash_mla_names.__all__, *sparse_names.__all__} < set(flash_mla.__all__)
+    assert {*mha.__all__, *sparse_names.__all__} < set(flash_mla.__all__)
 
 
 def test_the_primary_api_has_the_same_bits() -> None:

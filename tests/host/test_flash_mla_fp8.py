@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import snapmla
-import snapmla.plan
-from snapmla import attention, metadata_pair, quant
-from snapmla import flash_mla_fp8 as names
-from snapmla.decode_plan import PlanVariant
+import snapmla.dense.plan_decode
+from snapmla.cache import quant
+from snapmla.compat import flash_mla_fp8 as names
+from snapmla.compat import metadata_pair
+from snapmla.dense import PlanVariant, decode
 from snapmla.testing import selfcheck
 from tests.support.bits import assert_same_bits
 from tests.support.families import with_family
@@ -226,7 +227,7 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
         PlanVariant.forget()
         patch.setattr(PlanVariant, "kernel", lambda *_: lambda *_: None)
         step.decode(pair)
-        patch.setattr(attention, "checked", lambda *_, **__: None)  # finds nothing wrong
+        patch.setattr(decode, "checked", lambda *_, **__: None)  # finds nothing wrong
         patch.setattr(PlanVariant, "kernel", lambda *_: failing)
         check(lambda: step.decode(pair))
     lora, scale, rope = step.pool.lora, step.pool.scale, step.pool.rope
@@ -261,7 +262,7 @@ def test_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object) -> None:
         raise AssertionError("an empty call reached a kernel")
 
-    monkeypatch.setattr("snapmla.attention.launch_decode", reached)
+    monkeypatch.setattr("snapmla.dense.decode.launch_decode", reached)
     step = Step((5,), 4, 1)
     step.lengths, step.table, step.q = step.lengths[:0], step.table[:0], step.q[:0]
     out, lse = step.decode(step.metadata())
@@ -279,7 +280,7 @@ def test_an_engines_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) ->
     metadata_pair._plans.clear()
     assert_same_bits(step.decode(pair), want)
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "checked", lambda *_: pytest.fail("the long way"))
+        patch.setattr(decode, "checked", lambda *_: pytest.fail("the long way"))
         for _ in range(2):
             assert_same_bits(step.decode(pair), want)
     assert len(made) == 1
@@ -306,7 +307,7 @@ def test_other_layouts_take_the_quick_way(monkeypatch: pytest.MonkeyPatch, layou
     }  # fmt: skip
     pair = step.metadata()
     step.decode(pair, **pool)
-    monkeypatch.setattr(attention, "checked", lambda *_: pytest.fail("the long way"))
+    monkeypatch.setattr(decode, "checked", lambda *_: pytest.fail("the long way"))
     assert_same_bits(step.decode(pair, **pool), want)
 
 

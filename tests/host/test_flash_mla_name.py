@@ -17,8 +17,9 @@ import torch
 
 import snapmla
 from codegen import wheels
-from snapmla import SnapMLAError, flash_mla
-from snapmla.flash_mla import name as naming
+from snapmla import SnapMLAError
+from snapmla.compat import flash_mla
+from snapmla.compat.flash_mla import name as naming
 from snapmla.testing.prefill_job import PrefillJob
 from tests.host.test_flash_mla_sparse import Step as SparseStep
 from tests.support import ROOT

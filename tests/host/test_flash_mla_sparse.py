@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from snapmla import flash_mla
+from snapmla.compat import flash_mla
 from snapmla.testing.record_reference import RecordCall, record_decode_reference
 from tests.support.needs import needs_compiler
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import snapmla
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import flash_mla
+from snapmla.compat import flash_mla
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.two_lists import Second
 from snapmla.testing.byte_records import quantize_tokens

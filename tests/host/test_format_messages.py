@@ -12,8 +12,8 @@ import torch
 
 import snapmla
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import PagedKVCache, dsa, flash_mla, flash_mla_fp8
-from snapmla.dsa import vllm_names
+from snapmla import PagedKVCache, dsa
+from snapmla.compat import flash_mla, flash_mla_fp8, vllm
 
 PAGES, PAGE, HEADS = 2, 64, 8
 BYTES = {name: each for name, each in FORMATS.items() if each.named}
@@ -456,15 +456,15 @@ def test_latents_under_vllms_names_of_the_indexers_cache(name: str) -> None:
     into = torch.zeros(3, 128).to(torch.float8_e4m3fn), torch.zeros(3, 1)
     index = torch.zeros(4, 64, 132, dtype=torch.uint8)
     for error, call in (
-        ((TypeError, ValueError), lambda: vllm_names.indexer_k_quant_and_cache(
+        ((TypeError, ValueError), lambda: vllm.indexer_k_quant_and_cache(
             keys, pool, slots, 128, "ue8m0")),
-        ((TypeError, ValueError), lambda: vllm_names.cp_gather_indexer_k_quant_cache(
+        ((TypeError, ValueError), lambda: vllm.cp_gather_indexer_k_quant_cache(
             pool, *into, table, SHARED)),
-        (TypeError, lambda: vllm_names.indexer_k_quant_and_cache(
+        (TypeError, lambda: vllm.indexer_k_quant_and_cache(
             keys, cache_of(name), slots, 128, "ue8m0")),
     ):  # fmt: skip
         text = said(call, error)  # type: ignore[arg-type]
         assert text.startswith("kv_cache: expected ")
         assert "pages, 64, 132" in text or "dtype uint8" in text
-    text = said(lambda: vllm_names.indexer_k_quant_and_cache(latents, index, slots, 128, "ue8m0"))
+    text = said(lambda: vllm.indexer_k_quant_and_cache(latents, index, slots, 128, "ue8m0"))
     assert text.startswith("k: expected shape (n, 128), got (3, ") and "snapmla.append_kv" in text

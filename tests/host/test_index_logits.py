@@ -14,9 +14,9 @@ import snapmla  # noqa: F401 (operators)
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.compat import deep_gemm
 from snapmla.dsa import append_index_k, index_logits
-from snapmla.dsa import deep_gemm_names as deep_gemm
+from snapmla.runtime import variants
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import index_logits as work
 from tests.support.needs import needs_compiler
@@ -24,8 +24,8 @@ from tests.support.on_blackwell import software_gpu
 
 E4M3 = torch.float8_e4m3fn
 # modules, whose names are those of functions
-appending: Any = importlib.import_module("snapmla.dsa.append_index_k")
-scoring: Any = importlib.import_module("snapmla.dsa.index_logits")
+appending: Any = importlib.import_module("snapmla.indexer.append_index_k")
+scoring: Any = importlib.import_module("snapmla.indexer.index_logits")
 
 
 def pool(pages: int = 3, form: tuple[int, ...] = (64, 132), gap: int = 0) -> Tensor:
@@ -135,7 +135,7 @@ def test_the_variant_of_an_architecture(arch: str) -> None:
 
     given = arguments()
     with software_gpu(arch) as patch:
-        patch.setattr(runtime, "kernel", kernel)
+        patch.setattr(variants, "kernel", kernel)
         index_logits(**given, unit_rows=4)
         deep_gemm.fp8_paged_mqa_logits(
             given["q"], given["cache"].view(3, 64, 1, 132), given["w"].view(4, 64),

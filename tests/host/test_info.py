@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from codegen import closure, toolchain
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import env, info, runtime
+from snapmla.runtime import env, variants
+from snapmla.tools import info
 from snapmla_cli import app
 from softgpu import runtime as softgpu_runtime
 
@@ -25,7 +26,7 @@ def card(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "a card"
 ) -> None:
     """Lets torch see one GPU."""
-    runtime.arch_of.cache_clear()
+    variants.arch_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -36,11 +37,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty directory of variants, the only one; no compiler."""
     place = env.Place("`here`", tmp_path, True)
     monkeypatch.setattr(env, "places", lambda: [place])
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: "there is no compiler")
+    monkeypatch.setattr(variants, "jit_refusal", lambda: "there is no compiler")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(runtime, "driver_version", lambda: None)
+    monkeypatch.setattr(variants, "driver_version", lambda: None)
     yield tmp_path
-    runtime.arch_of.cache_clear()
+    variants.arch_of.cache_clear()
 
 
 def place(folder: Path, spec: VariantSpec, flavour: str = "cu13", target: str = "") -> None:
@@ -95,7 +96,7 @@ def test_kinds_that_are_not_built_are_told_with_how(
     assert (
         done.exit_code == 0 and "not built here, so that calls of them are refused:" in done.output
     )
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     assert info.collect().absent == []
 
 
@@ -113,14 +114,14 @@ def test_what_a_card_lacks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
         "builds in a checkout, run `make precompile ARCH=sm_90a` there" in text
     )
     assert "pip install" not in text, "no index has these wheels: the name is anybody's there"
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     assert info.collect().good, "it would be compiled"
 
 
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     step(folder)
     card(monkeypatch, (9, 0))
-    monkeypatch.setattr(runtime, "driver_version", lambda: (12, 4))
+    monkeypatch.setattr(variants, "driver_version", lambda: (12, 4))
     found = info.collect()
     assert found.driver == "12.4" and not found.good
     (text,) = found.missing
@@ -162,7 +163,7 @@ def test_damage_counts_for_the_software_gpu(
     found = info.collect()
     assert not found.good and found.folders[0].damaged == [path.name]
     assert f"{path} is damaged: its 4 bytes are not those that were built" in found.missing
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     found = info.collect()
     assert found.good, "it would be compiled"
     assert found.missing[0].endswith("their variants are compiled anew when they are called")
@@ -179,7 +180,7 @@ def test_outdated_variants_that_run_are_told(monkeypatch: pytest.MonkeyPatch, fo
     (text,) = found.missing
     assert text.startswith(f"1 of 7 variants in {folder} are outdated ({DECODE_32.name}): ")
     assert "run as they are, as there is no compiler" in text
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     assert not info.collect().folders[0].outdated, "they would be compiled"
 
 
@@ -247,7 +248,7 @@ def test_any_c_compiler_will_do(
     words = ["the software GPU needs a C compiler: install gcc or clang, or let CC name one"]
     assert found.missing == ([] if good else words)
     card(monkeypatch, (9, 0))
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     (folder / f"{DECODE_32.name}.so").unlink()
     found = info.collect()
     assert found.decodes == [good]
@@ -255,7 +256,7 @@ def test_any_c_compiler_will_do(
 
 
 def test_a_driver_without_a_card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(runtime, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(variants, "driver_version", lambda: (13, 0))
     for built, words in ((None, "install a CUDA build of torch"), ("13.0", "CUDA_VISIBLE_DEVICES")):
         monkeypatch.setattr(torch.version, "cuda", built)
         assert words in info.collect().missing[0]
@@ -292,7 +293,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_a_word_without_meaning_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setattr(runtime, "jit_refusal", env.NO_JIT.enabled)
+    monkeypatch.setattr(variants, "jit_refusal", env.NO_JIT.enabled)
     monkeypatch.setenv("SNAPMLA_NO_JIT", "disabled")
     done = CliRunner().invoke(app, ["info"])
     assert done.exit_code == 1 and done.output.startswith("SNAPMLA_NO_JIT: expected one of 1, true")

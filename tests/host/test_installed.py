@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from codegen import artifacts
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import dispatch, env, info, runtime
-from snapmla.testing import installed
+from snapmla import rank
+from snapmla.runtime import env, variants
+from snapmla.tools import info, installed
 from snapmla_cli import app, needs
 from tests.support import ROOT
 from tests.support.needs import needs_compiler
@@ -39,7 +40,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(runtime, "driver_version", lambda: None)
+    monkeypatch.setattr(variants, "driver_version", lambda: None)
     return tmp_path
 
 
@@ -69,13 +70,13 @@ def test_each_op_that_is_there_is_checked(two: Path) -> None:
 @needs_compiler
 def test_a_wrong_result_and_an_error_are_told(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that writes nothing, and one that raises: the check goes on behind either."""
-    real = runtime.load
+    real = variants.load
 
     def load(artifact: Any, device_type: str) -> Callable[..., Any]:
         kernel = real(artifact, device_type)
         return (lambda *_: None) if artifact.name == APPEND.name else kernel
 
-    monkeypatch.setattr(runtime, "load", load)
+    monkeypatch.setattr(variants, "load", load)
     code, output = command("selfcheck")
     assert code == 1 and f"{APPEND.name} FAILED: " in output and "values of content" in output
     assert "1 of 2 ops are right" in output
@@ -110,7 +111,7 @@ def test_the_plainest_variant_of_an_op_is_taken(folder: Path) -> None:
         place(folder, spec, "o", "ptx")
     assert info.installed("sm_90a", "cpu") == {"decode": specs[3]}
     assert info.installed("sm_90a", "cuda") == info.installed("sm_100a", "cpu") == {}
-    with pytest.raises(runtime.VariantError, match="merge_obf16_sm90a is not installed"):
+    with pytest.raises(variants.VariantError, match="merge_obf16_sm90a is not installed"):
         installed.check(VariantSpec(op="merge"), "cpu")
 
 
@@ -121,9 +122,9 @@ def test_info_ends_with_the_next_command(folder: Path, monkeypatch: pytest.Monke
     def last() -> str:
         return command("info")[1].splitlines()[-1]
 
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: "there is no compiler")
+    monkeypatch.setattr(variants, "jit_refusal", lambda: "there is no compiler")
     assert last() == "next: snapmla info, once what is missing is there"
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     assert last() == (
         "next: python -m codegen build plan_decode_sm90a append_kv_xbf16_ii32_sm90a "
         "quantize_q_xbf16_token_head_sm90a decode_etap_r16_p64_obf16_sm90a && snapmla selfcheck"
@@ -140,12 +141,12 @@ def test_what_never_ran_on_hardware_is_marked(
     assert said not in command("info")[1]
     place(folder, APPEND.replace(arch="sm_100a"), "so")
     assert said in command("info")[1]
-    runtime.arch_of.cache_clear()
+    variants.arch_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
     output = command("info")[1]
-    runtime.arch_of.cache_clear()
+    variants.arch_of.cache_clear()
     assert "NVIDIA B200, sm_100: " in output and output.count("untested on hardware") == 2
 
 
@@ -178,6 +179,6 @@ def test_the_package_runs_the_same_commands(
 
 
 def test_words_that_help_has_without_torch_are_the_dispatchers() -> None:
-    assert set(needs.DENSE) == set(dispatch.DENSE_FORMATS)
-    assert set(needs.SPARSE) == set(dispatch.SPARSE_FORMATS)
-    assert needs.UNROTATED == dispatch.PLAIN
+    assert set(needs.DENSE) == set(rank.DENSE_FORMATS)
+    assert set(needs.SPARSE) == set(rank.SPARSE_FORMATS)
+    assert needs.UNROTATED == rank.PLAIN

@@ -1,4 +1,5 @@
-"""``snapmla.launch``: what is asked of the device, and how arguments become what TVM FFI takes."""
+"""``snapmla.runtime.launch``: what is asked of the device, and how arguments become what TVM FFI
+takes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 from codegen import artifacts, link
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec
-from snapmla import launch, metadata_pair
+from snapmla.compat import metadata_pair
+from snapmla.runtime import launch
 from tests.support.needs import needs_compiler
 from tests.support.old_torch import WITHOUT_API
 
@@ -63,7 +65,7 @@ WITHOUT_EXCHANGE_API = (
     + """
 import sys
 import tvm_ffi
-from snapmla import launch
+from snapmla.runtime import launch
 
 for dtype in (torch.int32, torch.uint8, torch.bfloat16, torch.float32):
     whole = torch.zeros(6, 8, dtype=dtype)

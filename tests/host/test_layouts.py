@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
-from snapmla import PagedKVCache, layouts
+from snapmla import PagedKVCache
+from snapmla.cache import layouts
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

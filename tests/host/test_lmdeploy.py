@@ -22,8 +22,8 @@ import torch
 
 import snapmla
 from codegen import render
-from snapmla import flash_mla
-from snapmla.flash_mla import name as naming
+from snapmla.compat import flash_mla
+from snapmla.compat.flash_mla import name as naming
 from snapmla.integrations import lmdeploy
 from snapmla.integrations.lmdeploy import __main__ as commands
 from snapmla.integrations.lmdeploy import first_step, names, surface

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from snapmla import merge
+from snapmla.dense import merge
 from snapmla.testing.reference import merge_states_reference
 from tests.support.bits import assert_same_bits
 from tests.support.needs import DEVICES, needs_kernels

@@ -1,4 +1,5 @@
-"""``snapmla.metadata_pair``: tables in FlashMLA's pair; plans and workspaces that are kept."""
+"""``snapmla.compat.metadata_pair``: tables in FlashMLA's pair; plans and workspaces that are
+kept."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 import snapmla
-import snapmla.plan
+import snapmla.dense.plan_decode
 from dsl_kernels.families import FAMILIES, fp8_decode
-from snapmla import dispatch, metadata_pair
-from snapmla import flash_mla_fp8 as names
+from snapmla import rank
+from snapmla.compat import flash_mla_fp8 as names
+from snapmla.compat import metadata_pair
 from snapmla.testing.reference_plan import PlanReference, Queries, plan_reference
 from tests.support.bits import assert_same_bits
 from tests.support.families import with_family
@@ -103,7 +105,7 @@ def test_pages_do_not_change_a_pairs_kernel(rows: int) -> None:
     """A pair knows the rows alone: parts and tiles must suit whatever pages come."""
     wanted = metadata_pair.kernel_for(torch.device("cpu"), rows)
     for page_size in fp8_decode.PAGE_SIZES:
-        found = dispatch.choose(torch.device("cpu"), rows, 1, page_size)
+        found = rank.choose(torch.device("cpu"), rows, 1, page_size)
         assert found == wanted.replace(page_size=page_size)
         assert found.token_tile == wanted.token_tile
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapmla import runtime
+from snapmla.compat import flash_attention
+from snapmla.compat.flash_mla import mha
 from snapmla.errors import VariantError
-from snapmla.mha import flash_attention_names, flash_mla_names, mha_prefill, workspace_size
+from snapmla.mha import mha_prefill, workspace_size
 from snapmla.mha import prefill as front
+from snapmla.runtime import variants
 from snapmla.testing.mha_job import mha_errors, offsets
 from snapmla.testing.reference import merge_states_reference
 from tests.support.needs import needs_kernels
@@ -74,11 +76,11 @@ def test_flash_mla_names(truth: Truth) -> None:
     call, out, lse = truth
     q, k, v = call["q"], whole_k(call), call["v"]
     lengths = (call["cu_seqlens_q"], call["cu_seqlens_k"], max(LQ), max(LK))
-    got = flash_mla_names.flash_attn_varlen_func(q, k, v, *lengths, causal=True)
+    got = mha.flash_attn_varlen_func(q, k, v, *lengths, causal=True)
     assert torch.equal(got[0], out) and torch.equal(got[1], lse.T)
     assert got[1].shape == (T_Q, H) and got[1].stride() == (1, T_Q)
     packed = torch.cat([k, v], -1)
-    got = flash_mla_names.flash_attn_varlen_kvpacked_func(q, packed, *lengths, 192, causal=True)
+    got = mha.flash_attn_varlen_kvpacked_func(q, packed, *lengths, 192, causal=True)
     assert torch.equal(got[0], out) and torch.equal(got[1], lse.T)
 
 
@@ -88,7 +90,7 @@ def test_flash_mla_qkvpacked(truth: Truth) -> None:
     cu = call["cu_seqlens_q"]
     want = mha_prefill(q, k, v, cu, cu, max(LQ), max(LQ), causal=False)
     packed = torch.cat([q, k, v], -1)
-    got = flash_mla_names.flash_attn_varlen_qkvpacked_func(packed, cu, max(LQ), 192)
+    got = mha.flash_attn_varlen_qkvpacked_func(packed, cu, max(LQ), 192)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1].T)
     assert not torch.equal(got[0], out[:, :1]), "another mask, other keys"
 
@@ -159,9 +161,9 @@ def test_flash_attention_names(truth: Truth) -> None:
         cu_seqlens_k=call["cu_seqlens_k"], max_seqlen_q=max(LQ), max_seqlen_k=max(LK), causal=True,
     )  # fmt: skip
     into = torch.full((T_Q, H, 128), 7.0).to(BF16)
-    got = flash_attention_names.flash_attn_varlen_func(**common, out=into)
+    got = flash_attention.flash_attn_varlen_func(**common, out=into)
     assert got is into and torch.equal(into, out)
-    made = flash_attention_names.flash_attn_varlen_func(**common, return_softmax_lse=True)
+    made = flash_attention.flash_attn_varlen_func(**common, return_softmax_lse=True)
     assert torch.equal(made[0], out) and torch.equal(made[1], lse)
 
 
@@ -352,7 +354,7 @@ def test_names_of_others_in_messages(truth: Truth) -> None:
     """What FlashMLA does not say: dropout, other widths; arguments by its names."""
     call, *_ = truth
     k, cu = whole_k(call), (call["cu_seqlens_q"], call["cu_seqlens_k"])
-    func = flash_mla_names.flash_attn_varlen_func
+    func = mha.flash_attn_varlen_func
     with pytest.raises(ValueError, match="dropout_p: expected 0, got 0.1"):
         func(call["q"], k, call["v"], *cu, 9, 30, dropout_p=0.1)
     with pytest.raises(TypeError, match="^cu_seqlens_kv: expected dtype int32"):
@@ -361,7 +363,7 @@ def test_names_of_others_in_messages(truth: Truth) -> None:
         func(call["q"], k[..., :100], call["v"], *cu, 9, 30)
     with pytest.raises(TypeError, match="^max_seqlen_qo: expected an int"):
         func(call["q"], k, call["v"], *cu, None, 140)
-    packed = flash_mla_names.flash_attn_varlen_kvpacked_func
+    packed = mha.flash_attn_varlen_kvpacked_func
     with pytest.raises(ValueError, match=r"^kv: expected shape \(tokens, heads, 320\).*is 192"):
         packed(call["q"], k, *cu, 9, 30, 192)
     with pytest.raises(ValueError, match="^head_dim_qk: expected one of 192, 128, 256, got 64"):
@@ -371,7 +373,7 @@ def test_names_of_others_in_messages(truth: Truth) -> None:
     with pytest.raises(TypeError, match="^kv: expected a torch.Tensor, got NoneType"):
         packed(call["q"], None, *cu, 9, 30, 192)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^k: expected shape"):
-        flash_attention_names.flash_attn_varlen_func(
+        flash_attention.flash_attn_varlen_func(
             call["q"], k[..., :100], call["v"], *cu, 9, 30
         )  # fmt: skip
 
@@ -424,11 +426,11 @@ def test_heads_of_256_channels() -> None:
     found: list[tuple[Tensor, Tensor]] = [
         mha_prefill(**{**call, "k_nope": k, "k_rope": None}),
         mha_prefill(**call, out=memory[..., 8:], lse=logs[:, 1:3].mT),
-        flash_mla_names.flash_attn_varlen_func(call["q"], k, v, *lengths, causal=True),
-        flash_mla_names.flash_attn_varlen_kvpacked_func(
+        mha.flash_attn_varlen_func(call["q"], k, v, *lengths, causal=True),
+        mha.flash_attn_varlen_kvpacked_func(
             call["q"], packed, *lengths, 256, causal=True
         ),
-        flash_attention_names.flash_attn_varlen_func(
+        flash_attention.flash_attn_varlen_func(
             call["q"], k, v, *lengths, causal=True, return_softmax_lse=True
         ),
     ]  # fmt: skip
@@ -441,16 +443,16 @@ def test_heads_of_256_channels() -> None:
 def test_kernels_of_an_architecture_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, where SM100 is asked for, by any name: what serves there."""
     monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
-    runtime.arch_of.cache_clear()
-    runtime.forget()
+    variants.arch_of.cache_clear()
+    variants.forget()
     try:
         call = given()
         rows = call["q"], whole_k(call), call["v"], call["cu_seqlens_q"], call["cu_seqlens_k"]
         longest = call["max_seqlen_q"], call["max_seqlen_k"]
         asked: list[Callable[[], Any]] = [
             lambda: mha_prefill(**call),
-            lambda: flash_attention_names.flash_attn_varlen_func(*rows, *longest),
-            lambda: flash_mla_names.flash_attn_varlen_func(*rows, *longest),
+            lambda: flash_attention.flash_attn_varlen_func(*rows, *longest),
+            lambda: mha.flash_attn_varlen_func(*rows, *longest),
         ]
         for function in asked:
             with pytest.raises(VariantError) as caught:
@@ -461,8 +463,8 @@ def test_kernels_of_an_architecture_without(monkeypatch: pytest.MonkeyPatch) -> 
             )
     finally:
         monkeypatch.undo()
-        runtime.arch_of.cache_clear()
-        runtime.forget()
+        variants.arch_of.cache_clear()
+        variants.forget()
 
 
 def test_results_without_keys_merge_as_nothing(truth: Truth) -> None:

@@ -13,16 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dsl_kernels.formats.mha_grads import PAD, stats_blocks, stats_row
 from dsl_kernels.formats.mha_list import most_tiles
-from snapmla import runtime
+from snapmla.compat import flash_attention
+from snapmla.compat.flash_mla import mha
 from snapmla.errors import VariantError
-from snapmla.mha import (
-    backward,
-    backward_workspace_size,
-    flash_attention_names,
-    flash_mla_names,
-    mha_prefill,
-    mha_prefill_backward,
-)
+from snapmla.mha import backward, backward_workspace_size, mha_prefill, mha_prefill_backward
+from snapmla.runtime import variants
 from snapmla.testing.mha_grad_job import GradJob
 from snapmla.testing.mha_job import MhaJob, offsets
 from tests.support.needs import needs_kernels
@@ -303,9 +298,9 @@ def test_names_of_others() -> None:
     lengths = (*cu, max(LQ), max(LK))
     itself = (cu[0], cu[0], max(LQ), max(LQ))
 
-    func = flash_mla_names.flash_attn_varlen_func
-    kv_packed = flash_mla_names.flash_attn_varlen_kvpacked_func
-    by_keywords: Any = flash_attention_names.flash_attn_varlen_func
+    func = mha.flash_attn_varlen_func
+    kv_packed = mha.flash_attn_varlen_kvpacked_func
+    by_keywords: Any = flash_attention.flash_attn_varlen_func
 
     def gradients(function: Callable[..., Any], rows: tuple[Tensor, ...]) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in rows]
@@ -329,7 +324,7 @@ def test_names_of_others() -> None:
     want = gradients(lambda q, k, v: mha_prefill(q, k, v, *itself, causal=False), (one, k, v))
     packed = torch.cat([one, k, v], -1)
     got = gradients(
-        lambda x: flash_mla_names.flash_attn_varlen_qkvpacked_func(x, cu[0], max(LQ), 192),
+        lambda x: mha.flash_attn_varlen_qkvpacked_func(x, cu[0], max(LQ), 192),
         (packed,),
     )
     assert torch.equal(got[0], torch.cat(want, -1))
@@ -355,7 +350,7 @@ def test_what_flash_attention_s_keywords_may_be() -> None:
     call = given()
     rows = call["q"], torch.cat([call["k_nope"], call["k_rope"]], -1), call["v"]
     rest = call["cu_seqlens_q"], call["cu_seqlens_k"], max(LQ), max(LK)
-    function: Any = flash_attention_names.flash_attn_varlen_func
+    function: Any = flash_attention.flash_attn_varlen_func
     for name, value, words in (
         ("dropout_p", 0.1, "expected 0, got 0.1"), ("window_size", (127, 0), r"\(-1, -1\)"),
         ("softcap", 30.0, "expected 0"), ("alibi_slopes", torch.ones(H), "expected None"),
@@ -413,17 +408,17 @@ def test_one_tensor_of_keys_has_one_gradient() -> None:
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    runtime.arch_of.cache_clear()
-    runtime.forget()
+    variants.arch_of.cache_clear()
+    variants.forget()
     yield monkeypatch
     monkeypatch.undo()
-    runtime.arch_of.cache_clear()
-    runtime.forget()
+    variants.arch_of.cache_clear()
+    variants.forget()
 
 
 def test_variants_that_are_missing_are_named(forgetful: pytest.MonkeyPatch) -> None:
     """All that a backward takes, as ``make precompile`` wants them."""
-    forgetful.setattr(runtime, "find", lambda *_: None)
+    forgetful.setattr(variants, "find", lambda *_: None)
     forgetful.setenv("SNAPMLA_NO_JIT", "1")
     with pytest.raises(VariantError) as caught:
         mha_prefill_backward(**asked())

@@ -18,11 +18,13 @@ from codegen import matrix
 from dsl_kernels.formats.mha_list import VALUES
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import dispatch, dsa, env, flash_mla, runtime
-from snapmla.dispatch import Model
-from snapmla.dispatch.needs import SPARSE_TOKENS
-from snapmla.dispatch.sparse_decode import REFERENCE
+from snapmla import dsa, rank
+from snapmla.compat import flash_mla
 from snapmla.errors import VariantError
+from snapmla.rank import Model
+from snapmla.rank.needs import SPARSE_TOKENS
+from snapmla.rank.sparse_decode import REFERENCE
+from snapmla.runtime import env, variants
 from snapmla_cli import app
 from tests.support.model_configs import CONFIGS
 
@@ -42,10 +44,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         found.add(spec.name)
         return lambda *arguments: None
 
-    runtime.forget()
-    monkeypatch.setattr(runtime, "kernel", kernel)
+    variants.forget()
+    monkeypatch.setattr(variants, "kernel", kernel)
     yield found
-    runtime.forget()
+    variants.forget()
 
 
 def held_as(model: Model) -> Any:
@@ -62,11 +64,7 @@ def step(model: Model) -> None:
         )
         for index in map(INTS.__getitem__, model.indices):
             append(model, cache, dtype, index)
-            if (
-                model.indexed
-                and model.norm
-                and dispatch.PLAIN not in (model.rope, model.index_rope)
-            ):
+            if model.indexed and model.norm and rank.PLAIN not in (model.rope, model.index_rope):
                 prologue(model, cache, dtype, index)
         if model.prefill or (model.sparse_prefill and fmt.named):
             fetch(model, cache, dtype)
@@ -105,7 +103,7 @@ def choose(model: Model) -> None:
     keys = torch.zeros(2, 64, 132, dtype=torch.uint8)
     for index in map(INTS.__getitem__, model.indices):
         slots, options = torch.arange(TOKENS, dtype=index), {}
-        if model.index_rope != dispatch.PLAIN:
+        if model.index_rope != rank.PLAIN:
             positions, table = turning(model, TOKENS, index)
             v4 = model.dtype.startswith("fp8_v4")  # RMSNorm, the last channels
             options = dict(
@@ -165,7 +163,7 @@ def append(model: Model, cache: Any, dtype: torch.dtype, index: torch.dtype) -> 
     rows = rows if model.kv_heads > 1 else rows[:, 0]
     c_kv, k_rope = rows[..., : fmt.content.count], rows[..., fmt.content.count :]
     slots = torch.arange(TOKENS, dtype=index)
-    if model.rope == dispatch.PLAIN:
+    if model.rope == rank.PLAIN:
         snapmla.append_kv(cache, c_kv, k_rope, slots)
         return
     weight = torch.ones(512, dtype=dtype) if model.norm else None
@@ -186,7 +184,7 @@ def fetch(model: Model, cache: Any, dtype: torch.dtype) -> None:
 def decode(model: Model, cache: Any, q: torch.Tensor) -> None:
     s_q, heads = q.shape[1:3]
     query: Any = q
-    if model.dtype == "fp8" and model.rope == dispatch.PLAIN:
+    if model.dtype == "fp8" and model.rope == rank.PLAIN:
         query = snapmla.quantize_q(q[..., :512], q[..., 512:])
     elif model.dtype == "fp8":
         for index in map(INTS.__getitem__, model.indices):
@@ -276,7 +274,7 @@ def merge(model: Model, out: torch.Tensor, lse: torch.Tensor) -> None:
 )
 def test_it_needs_what_its_calls_ask_for(asked: set[str], model: Model) -> None:
     step(model)
-    names = [spec.name for spec in dispatch.needs(model)]
+    names = [spec.name for spec in rank.needs(model)]
     assert set(names) == asked and len(names) == len(asked)
     pattern = ",".join(names)
     assert matrix.no_match("sm_90a", pattern) is None
@@ -287,7 +285,7 @@ def test_it_needs_what_its_calls_ask_for(asked: set[str], model: Model) -> None:
 def model_of(name: str, **options: Any) -> Model:
     """A public model on eight GPUs, or on one with 16 heads, all of whose calls are made."""
     config = CONFIGS[name]
-    told = dispatch.facts_of(config)
+    told = rank.facts_of(config)
     given: dict[str, Any] = {"index_heads": told.index_heads, "head_dims": told.head_dims}
     return Model(
         (max(config["num_attention_heads"] // 8, 16),), dtype=told.dtype or "fp8",
@@ -301,7 +299,7 @@ def model_of(name: str, **options: Any) -> Model:
 def test_it_needs_what_the_steps_of_public_models_ask_for(asked: set[str], name: str) -> None:
     model = model_of(name)
     step(model)
-    assert asked == {spec.name for spec in dispatch.needs(model)}
+    assert asked == {spec.name for spec in rank.needs(model)}
     more = asked & {"index_rows_sm90a", "mha_items_sm90a"}
     assert more == {"index_rows_sm90a" for _ in range(model.sparse)} | {
         "mha_items_sm90a" for _ in range("V4" not in name)
@@ -320,20 +318,20 @@ def test_a_step_runs_with_what_is_named_alone(
 ) -> None:
     """A folder of these kernels, and nothing may be compiled: a server's."""
     model = model_of(name)
-    for spec in dispatch.needs(model):
-        built = runtime.find_or_build(spec, need_library=False)
+    for spec in rank.needs(model):
+        built = variants.find_or_build(spec, need_library=False)
         for path in built.directory.glob(f"{built.name}.*"):
             (tmp_path / path.name).symlink_to(path)
-    runtime.forget()
+    variants.forget()
     monkeypatch.setenv("SNAPMLA_NO_JIT", "1")
     monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
-    monkeypatch.setattr(runtime, "_kernels", {})
+    monkeypatch.setattr(variants, "_kernels", {})
     whole_step(model)
     with pytest.raises(VariantError, match="SNAPMLA_NO_JIT forbids compiling"):
         merge(
             replace(model, merge=True), torch.zeros(1, 1, 1, 512).bfloat16(), torch.zeros(1, 1, 1)
         )
-    runtime.forget()
+    variants.forget()
 
 
 def whole_step(model: Model) -> None:
@@ -401,22 +399,22 @@ def test_flash_mla_needs_its_records(asked: set[str]) -> None:
     cache = torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16)
     q = torch.zeros(BATCH, 1, 16, 576, dtype=torch.bfloat16)
     flash_mla.flash_mla_with_kvcache(q, cache, TABLE, LENGTHS, 512, metadata.clone(), splits)
-    assert {spec.name for spec in dispatch.needs(model)} == asked
+    assert {spec.name for spec in rank.needs(model)} == asked
 
 
 def test_sparse_decode_needs_no_records() -> None:
     """FlashMLA's names plan it without any."""
     model = Model((16,), dtype="fp8_ds_mla", flash_mla=True, sparse=True)
-    assert not [spec for spec in dispatch.needs(model) if "records" in spec.name]
+    assert not [spec for spec in rank.needs(model) if "records" in spec.name]
 
 
 def test_another_architecture() -> None:
-    names = [spec.name for spec in dispatch.needs(Model((16,), arch="sm_100a"))]
+    names = [spec.name for spec in rank.needs(Model((16,), arch="sm_100a"))]
     assert names[-1] == "decode_ws_r64_p64_obf16_sm100a"
     assert all(name.endswith("_sm100a") for name in names)
-    dense = [spec.name for spec in dispatch.needs(Model((16,), dtype="f16", arch="sm_100a"))]
+    dense = [spec.name for spec in rank.needs(Model((16,), dtype="f16", arch="sm_100a"))]
     assert dense[-1] == "dense_decode_ws_r64_p64_df16_sm100a"
-    sparse = [spec.name for spec in dispatch.needs(Model((16, 128), sparse=True, arch="sm_100a"))]
+    sparse = [spec.name for spec in rank.needs(Model((16, 128), sparse=True, arch="sm_100a"))]
     assert [name for name in sparse if "decode_" in name and "plan" not in name] == [
         "sparse_decode_ws_r64_obf16_sm100a"
     ]
@@ -467,7 +465,7 @@ def test_a_config_names_format_indexer_and_heads(tmp_path: Path) -> None:
         words = ["--heads", str(model.heads[0]), "--index", "i64", "--config", str(path)]
         words += ["--mha"] * model.mha + ["--sparse-prefill"] * model.sparse_prefill
         done = command(*words)
-        assert done.stdout.splitlines() == [spec.name for spec in dispatch.needs(model)], name
+        assert done.stdout.splitlines() == [spec.name for spec in rank.needs(model)], name
         said = f"kernels over {model.dtype}, " if model.sparse else ""
         assert done.stderr.startswith(said) and bool(done.stderr) == model.sparse
     assert "656 bytes a token" in done.stderr or not model.sparse
@@ -480,7 +478,7 @@ def test_a_config_names_format_indexer_and_heads(tmp_path: Path) -> None:
 def test_help_lists_the_formats() -> None:
     text = " ".join(command("--help").output.replace("│", " ").split())
     for name, fmt in FORMATS.items():
-        if fmt.sparse or name in dispatch.DENSE_FORMATS:
+        if fmt.sparse or name in rank.DENSE_FORMATS:
             assert name in text
 
 

@@ -1,4 +1,4 @@
-"""``snapmla.op``: an op of a toy, out = x * scale of rows, declared and called in every way.
+"""``snapmla.call.op``: an op of a toy, out = x * scale of rows, declared and called in every way.
 
 Its launch is PyTorch's own product, so that nothing but the declaration is asked for.
 """
@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import snapmla
-from snapmla import call as calls
-from snapmla import op
+from snapmla.call import memo as calls
+from snapmla.call import op
 from snapmla.torch_ops import NAMESPACE, Operator, define
 
 OURS = str(Path(snapmla.__file__ or "").parent)

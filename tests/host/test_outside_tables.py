@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapmla import flash_mla_fp8 as names
-from snapmla import metadata_pair
+from snapmla.compat import flash_mla_fp8 as names
+from snapmla.compat import metadata_pair
 from softgpu import Options, using
 from tests.support.families import with_family
 from tests.support.needs import needs_compiler

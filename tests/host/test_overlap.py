@@ -15,8 +15,11 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import PagedKVCache, QuantizedQuery, attention, layouts, overlap
-from snapmla import flash_mla_fp8 as names
+from snapmla import PagedKVCache, QuantizedQuery
+from snapmla.cache import layouts
+from snapmla.checks import overlap
+from snapmla.compat import flash_mla_fp8 as names
+from snapmla.dense import decode
 from snapmla.testing import selfcheck
 from tests.support.needs import needs_compiler
 
@@ -94,8 +97,8 @@ def test_results_over_what_is_read(
         call["pipeline"] = call["plan"].pipeline
     launches: list[object] = []
     repeated: list[object] = []
-    monkeypatch.setattr(attention, "launch_decode", lambda *a: launches.append(a))
-    monkeypatch.setattr(attention, "run_prepared", lambda *a: repeated.append(a))
+    monkeypatch.setattr(decode, "launch_decode", lambda *a: launches.append(a))
+    monkeypatch.setattr(decode, "run_prepared", lambda *a: repeated.append(a))
     for _ in range(3):
         snapmla.decode(**call)
     assert len(repeated) == 2 * quick
@@ -113,8 +116,8 @@ def test_an_accepted_result_is_asked_again_where_something_else_lies_over_it(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The same ``out`` and ``lse``; another query, cache or workspace that lies there."""
-    monkeypatch.setattr(attention, "launch_decode", lambda *_: None)
-    monkeypatch.setattr(attention, "run_prepared", lambda *_: None)
+    monkeypatch.setattr(decode, "launch_decode", lambda *_: None)
+    monkeypatch.setattr(decode, "run_prepared", lambda *_: None)
     call = complete_call()
     for _ in range(3):
         snapmla.decode(**call)
@@ -149,7 +152,7 @@ def test_an_arena_without_gaps_takes_the_quick_way(
     out = arena.put(torch.zeros(want.shape, dtype=dtype))
     rope, lse, scale = arena.put(q.rope), arena.put(call["lse"]), arena.put(q.scale)
     snapmla.decode(**{**call, "out": out.clone()})  # of the same kind
-    monkeypatch.setattr(attention, "checked", lambda *_: pytest.fail("the full checks ran"))
+    monkeypatch.setattr(decode, "checked", lambda *_: pytest.fail("the full checks ran"))
     moved = {**call, "q": QuantizedQuery(nope, rope, scale), "out": out, "lse": lse}
     snapmla.decode(**moved)
     monkeypatch.setattr(overlap.Apart, "see", lambda *_: pytest.fail("asked anew"))
@@ -160,7 +163,7 @@ def test_an_arena_without_gaps_takes_the_quick_way(
 @needs_compiler
 def test_the_same_memory_in_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered are addresses: shapes are compared on every call."""
-    monkeypatch.setattr(attention, "launch_decode", lambda *_: None)
+    monkeypatch.setattr(decode, "launch_decode", lambda *_: None)
     call = complete_call()
     snapmla.decode(**call)
     q, (content, rope, scale) = call["q"], call["cache"].memory
@@ -326,7 +329,7 @@ def engine_call() -> dict[str, Any]:
 def test_results_of_snapmlas_name(monkeypatch: pytest.MonkeyPatch, name: str, other: str) -> None:
     call = engine_call()
     launches: list[object] = []
-    monkeypatch.setattr(attention, "launch_decode", lambda *a: launches.append(a))
+    monkeypatch.setattr(decode, "launch_decode", lambda *a: launches.append(a))
     names.flash_mla_ckv_fp8_per_token(**call)
     over = view_at(call[other], 0, call[name].shape, call[name].dtype)
     with pytest.raises(ValueError, match=f"^{name}: expected memory apart from {other}, got"):
@@ -341,7 +344,7 @@ def test_results_of_snapmlas_name_are_asked_once(monkeypatch: pytest.MonkeyPatch
     names.flash_mla_ckv_fp8_per_token(**call)
     want = out.clone()
     monkeypatch.setattr(overlap.Apart, "see", lambda *_: pytest.fail("asked anew"))
-    monkeypatch.setattr(attention, "checked", lambda *_: pytest.fail("the long way"))
+    monkeypatch.setattr(decode, "checked", lambda *_: pytest.fail("the long way"))
     names.flash_mla_ckv_fp8_per_token(**call)
     assert torch.equal(out, want)
 

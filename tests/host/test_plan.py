@@ -18,8 +18,8 @@ from dsl_kernels import registry
 from dsl_kernels.families import fp8_decode
 from dsl_kernels.formats.dims import TOKEN_TILE
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import dispatch
-from snapmla.plan import MAX_COST, default_num_parts
+from snapmla import rank
+from snapmla.dense.plan_decode import MAX_COST, default_num_parts
 from snapmla.testing import selfcheck
 from snapmla.testing.reference_plan import Cuts, Queries, plan_reference
 from tests.support.bits import same_bits
@@ -208,12 +208,12 @@ def test_tile_times_are_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts are weighed on cards of an architecture that was measured, by their own read rate."""
     few = decode_spec("etap", 16, 64, "bf16", "sm_90a")
     dense = VariantSpec(op="dense_decode", pipeline="split", row_tile=64, arch="sm_90a")
-    assert dispatch.tile_times(torch.device("cpu"), few) == (0, 0)
+    assert rank.tile_times(torch.device("cpu"), few) == (0, 0)
     found = {}
     for name in ("h200", "h100", "h20"):
-        card = dispatch.card_named(name)
-        monkeypatch.setattr("snapmla.dispatch.calls.card_of", lambda _, card=card: card)
-        found[name] = [dispatch.tile_times(torch.device("cuda"), s) for s in (few, dense)]
+        card = rank.card_named(name)
+        monkeypatch.setattr("snapmla.rank.calls.card_of", lambda _, card=card: card)
+        found[name] = [rank.tile_times(torch.device("cuda"), s) for s in (few, dense)]
     # 64 tokens of 644 and of 1152 bytes at 0.93 of 4608 and 3162 GB/s
     # 2176 tensor cycles, of which an H20's SM does a quarter as many
     assert found == {
@@ -222,7 +222,7 @@ def test_tile_times_are_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
         "h20": [(870, 11), (4340, 20)],
     }
     other = decode_spec("ws", 64, 64, "bf16", "sm_100a")
-    assert dispatch.tile_times(torch.device("cuda"), other) == (0, 0)
+    assert rank.tile_times(torch.device("cuda"), other) == (0, 0)
 
 
 @needs_compiler
@@ -310,7 +310,7 @@ def test_costs_up_to_the_limit() -> None:
 
 def test_slots_of_a_batch_must_fit_merges_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixed splits make a slot a piece; at the edge, with a bound small enough to allocate."""
-    monkeypatch.setattr("snapmla.plan.MAX_SLOTS", 12)
+    monkeypatch.setattr("snapmla.dense.plan_decode.MAX_SLOTS", 12)
     monkeypatch.setattr(snapmla.DecodePlan, "update_", lambda self, *_: self)
 
     def slots(batch: int, pages: int) -> int:
@@ -343,9 +343,9 @@ def test_row_blocks_run_in_step_where_that_leaves_few_idle(
 ) -> None:
     """33 blocks of 132 SMs are 4 parts and none idle; 15 are 8 parts, and 12 SMs idle."""
     spec = decode_spec("etap", 16, 64, "bf16")
-    assert dispatch.unit_rows(sms, 16 * blocks - 3, spec) == (16 * blocks if in_step else 16)
+    assert rank.unit_rows(sms, 16 * blocks - 3, spec) == (16 * blocks if in_step else 16)
     pairs = decode_spec("etap", 128, 64, "bf16")  # clusters of two CTAs
-    assert dispatch.unit_rows(2 * sms, 128 * blocks, pairs) == 128 * (blocks if in_step else 1)
+    assert rank.unit_rows(2 * sms, 128 * blocks, pairs) == 128 * (blocks if in_step else 1)
 
 
 def test_ragged_queries_choose_their_kernel_by_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import snapmla
-from snapmla import PlanCache, runtime
-from snapmla.decode_plan import STATIC, TENSORS
+from snapmla import PlanCache
+from snapmla.dense import STATIC, TENSORS
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from tests.support.needs import needs_compiler
 
@@ -60,10 +61,10 @@ def storage(plan: snapmla.DecodePlan) -> int:
 @pytest.fixture
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels do nothing."""
-    runtime.forget()
-    monkeypatch.setattr(runtime, "kernel", lambda spec, device_type: lambda *arguments: None)
+    variants.forget()
+    monkeypatch.setattr(variants, "kernel", lambda spec, device_type: lambda *arguments: None)
     yield
-    runtime.forget()
+    variants.forget()
 
 
 # ---------------------------------------------------------------------------- right plans
@@ -349,7 +350,7 @@ def test_two_threads_get_one_plan(
         time.sleep(0.2)  # the second has asked by then
         return lambda *arguments: None
 
-    monkeypatch.setattr(runtime, "kernel", slow)
+    monkeypatch.setattr(variants, "kernel", slow)
     cache, found = plan_cache(), []
     thread = threading.Thread(target=lambda: found.append(get(cache, 3, pin=first)))
     thread.start()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import env, flash_mla_fp8, profiler
+from snapmla.compat import flash_mla_fp8
+from snapmla.runtime import env, profiler
 
 PROGRAM = """
 import json, torch, snapmla

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import QuantizedQuery, quant, reference
+from snapmla import QuantizedQuery, reference
+from snapmla.cache import quant
 from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
 from tests.support.copies import COPIES

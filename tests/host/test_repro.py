@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import dump, repro, runtime
+from snapmla.runtime import dump, variants
 from snapmla.sparse.plan import SparseOptions, plan_sparse
 from snapmla.testing import selfcheck
 from snapmla.testing.ds_mla import quantize_ds_mla_rows
+from snapmla.tools import repro
 from snapmla_cli import app
 from tests.support import ROOT
 from tests.support.dense_steps import DenseStep
@@ -35,9 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SNAPMLA_DUMP", str(folder))
         patch.setenv("SNAPMLA_DUMP_WHEN", "all")
-        runtime.forget()
+        variants.forget()
         yield folder
-    runtime.forget()
+    variants.forget()
 
 
 def latest(folder: Path) -> Path:

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from snapmla import runtime
-from snapmla.dsa import select_topk, shapes
+from snapmla.dsa import select_topk
+from snapmla.indexer import shapes
+from snapmla.runtime import variants
 from snapmla.testing import topk_reference
 from tests.support.needs import needs_kernels
 
-selecting: Any = importlib.import_module("snapmla.dsa.select")
+selecting: Any = importlib.import_module("snapmla.indexer.select_topk")
 MOST = 1048576 + 64 * 64  # columns: a context of 1M tokens, and drafts
 SMALL = shapes.TopkShape(64, 8, 2)  # what these calls take instead of 1024 threads
 
@@ -139,11 +140,11 @@ def test_known_calls_are_logged_when_that_is_asked_for(
     for _ in range(2):
         select_topk(**given)
     monkeypatch.setenv("SNAPMLA_LOG", "1")
-    runtime.forget()
+    variants.forget()
     with caplog.at_level(logging.INFO, "snapmla"):
         select_topk(**given)
     monkeypatch.delenv("SNAPMLA_LOG")
-    runtime.forget()
+    variants.forget()
     text = "select_topk_t64_e8_c2_sm90a on cpu: logits (4, 300), block_table (2, 5), out (4, 20)"
     assert text in caplog.messages
 

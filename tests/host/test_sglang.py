@@ -25,12 +25,12 @@ import torch
 from typer.testing import CliRunner
 
 import snapmla
-from snapmla import runtime
 from snapmla.integrations import findings
 from snapmla.integrations import sglang as plugin
 from snapmla.integrations.sglang import __main__ as commands
 from snapmla.integrations.sglang import refuse, surface
 from snapmla.integrations.surfaces import read_source
+from snapmla.runtime import variants
 from tests.support import ROOT, fetch_sglang
 from tests.support.needs import needs_compiler
 
@@ -342,7 +342,7 @@ def test_a_step_is_compared_with_its_own_offsets(
         seen.append(named)
         return torch.zeros(*given[0].nope.shape), None
 
-    monkeypatch.setattr(snapmla.attention, "decode", decode)
+    monkeypatch.setattr(snapmla.api, "decode", decode)
     layer = types.SimpleNamespace(
         layer_id=1, tp_q_head_num=4, scaling=0.1, v_head_dim=512, logit_cap=0.0,
         sliding_window_size=-1, is_cross_attention=False,
@@ -381,7 +381,7 @@ def test_check_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", no_sglang)
-    monkeypatch.setattr(runtime, "find", lambda spec: None)
+    monkeypatch.setattr(variants, "find", lambda spec: None)
     monkeypatch.setenv("SNAPMLA_NO_JIT", "1")
     done = CliRunner().invoke(commands.app, ["check"])
     assert done.exit_code == 1
@@ -397,8 +397,8 @@ def test_check_of_an_installation_that_works(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(surface, "read", lambda: surface.recorded()[release])
-    monkeypatch.setattr(runtime, "find", lambda spec: spec)
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "find", lambda spec: spec)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-from snapmla import env
 from snapmla.integrations import flashmla_switch
 from snapmla.integrations import sglang as plugin
 from snapmla.integrations.sglang import __main__ as commands
 from snapmla.integrations.sglang import flashmla, surface
+from snapmla.runtime import env
 from tests.support import fetch_sglang, sglang_calls
 from tests.support import flashmla_calls as calls
 from tests.support.needs import needs_compiler

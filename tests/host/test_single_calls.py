@@ -16,14 +16,15 @@ from torch import Tensor, distributed
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import call as calls
-from snapmla import flash_mla, flash_mla_fp8, launch, runtime
-from snapmla.dsa import shapes
+from snapmla.call import memo as calls
+from snapmla.compat import flash_mla, flash_mla_fp8
+from snapmla.indexer import shapes
+from snapmla.runtime import launch, variants
 from tests.support.needs import needs_kernels
 from tests.support.single_calls import CALLS, Tensors, mha_prefill, values_of
 
 OURS = str(Path(snapmla.__file__ or "").parent)
-scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+scoring: Any = importlib.import_module("snapmla.indexer.index_logits")  # a function has its name
 every_call = pytest.mark.parametrize("name", CALLS)
 # whose kernels take seconds here, and whose strides go the way of another row of the table
 COSTLY = {
@@ -124,8 +125,8 @@ class Launches:
             return lambda *given: self.made.append((spec.op, given))
 
         monkeypatch.setattr(calls.Memo, "find", noted)
-        runtime.forget()
-        monkeypatch.setattr(runtime, "kernel", kernel)
+        variants.forget()
+        monkeypatch.setattr(variants, "kernel", kernel)
         for module, planner in (
             (snapmla, "plan_decode"), (snapmla, "plan_sparse_decode"),
             (snapmla, "plan_sparse_prefill"), (flash_mla, "get_mla_metadata"),
@@ -156,7 +157,7 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     yield Launches(monkeypatch)
     monkeypatch.undo()
-    runtime.forget()
+    variants.forget()
 
 
 def pairs(given: Tensors) -> Iterator[tuple[str, str]]:

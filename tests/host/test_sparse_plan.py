@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import dispatch
-from snapmla.decode_plan import DecodePlan
+from snapmla import rank
+from snapmla.dense import DecodePlan
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
@@ -32,7 +32,7 @@ def test_the_smallest_tile_that_takes_all_heads(heads: int, tile: int) -> None:
 
 
 def test_few_query_tokens_take_smaller_tiles_unless_bits_must_be_those_of_any_batch() -> None:
-    few, many = dispatch.Size(1, 512), dispatch.Size(128, 512)
+    few, many = rank.Size(1, 512), rank.Size(128, 512)
     for cache in ("fp8", "fp8_ds_mla", "fp8_v4"):
         options = SparseOptions(num_heads=128, format=cache)
         tiles = [options.kernel(CPU, 1, size).row_tile for size in (few, many)]
@@ -56,29 +56,29 @@ def test_few_query_tokens_take_smaller_tiles_unless_bits_must_be_those_of_any_ba
 def test_full_lists_stay_whole_where_a_merge_costs_more_than_balance(
     load: tuple[int, int, int], whole: bool
 ) -> None:
-    card = dispatch.card_named("H200")
+    card = rank.card_named("H200")
     assert card is not None
     for cache in ("fp8_ds_mla", "fp8_v4"):
-        spec = dispatch.choose_sparse(card, 64, cache=cache, row_tile=64)
-        assert dispatch.stays_whole(card, spec, dispatch.Load(*load)) == whole
+        spec = rank.choose_sparse(card, 64, cache=cache, row_tile=64)
+        assert rank.stays_whole(card, spec, rank.Load(*load)) == whole
     nobody_measured = spec.replace(pipeline="f16", cache_dtype="fp8")
-    assert not dispatch.stays_whole(card, nobody_measured, dispatch.Load(*load))
+    assert not rank.stays_whole(card, nobody_measured, rank.Load(*load))
 
 
 @pytest.mark.parametrize("row_tile", [16, 32, 64])
 def test_short_lists_are_never_cut(row_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """V4's window of 128 tokens: whatever its lengths, no merge is launched behind decode."""
-    card = dispatch.card_named("H200")
+    card = rank.card_named("H200")
     assert card is not None
-    spec = dispatch.choose_sparse(card, row_tile, cache="fp8_v4", row_tile=row_tile)
-    assert [dispatch.is_never_cut(card, spec, n) for n in (1, 2, 3, 10)] == [
+    spec = rank.choose_sparse(card, row_tile, cache="fp8_v4", row_tile=row_tile)
+    assert [rank.is_never_cut(card, spec, n) for n in (1, 2, 3, 10)] == [
         True,
         True,
         False,
         False,
     ]
-    assert not dispatch.is_never_cut(card, spec.replace(pipeline="f16", cache_dtype="fp8"), 1)
-    monkeypatch.setattr(dispatch, "card_of", lambda device: card)
+    assert not rank.is_never_cut(card, spec.replace(pipeline="f16", cache_dtype="fp8"), 1)
+    monkeypatch.setattr(rank, "card_of", lambda device: card)
     monkeypatch.setattr(SparseOptions, "tile_times", lambda *_: (2000, 10))
     monkeypatch.setattr("snapmla.sparse.plan.sm_count", lambda device: 132)
     monkeypatch.setattr(DecodePlan, "update_", lambda self, *_: self)
@@ -93,8 +93,8 @@ def test_short_lists_are_never_cut(row_tile: int, monkeypatch: pytest.MonkeyPatc
 
 def test_full_lists_are_cut_where_the_costs_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token more than parts: whole lists would take twice as long, short ones, too."""
-    card = dispatch.card_named("H200")
-    monkeypatch.setattr(dispatch, "card_of", lambda device: card)
+    card = rank.card_named("H200")
+    monkeypatch.setattr(rank, "card_of", lambda device: card)
     monkeypatch.setattr(SparseOptions, "tile_times", lambda *_: (2000, 10))
     monkeypatch.setattr("snapmla.sparse.plan.sm_count", lambda device: 132)
     monkeypatch.setattr(DecodePlan, "update_", lambda self, *_: self)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import snapmla
-from snapmla.decode_plan import TENSORS, DecodePlan
+from snapmla.dense import TENSORS, DecodePlan
 from snapmla.sparse.plan import SparseOptions, plan_sparse
 from tests.support.needs import needs_kernels
 

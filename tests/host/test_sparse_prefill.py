@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.compat.flash_mla.sparse_prefill import flash_mla_sparse_fwd
 from snapmla.errors import VariantError
+from snapmla.runtime import variants
 from snapmla.sparse import prefill as front
-from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.testing.prefill_job import PrefillJob
 from tests.support.needs import needs_kernels
@@ -355,6 +355,6 @@ def test_gradients_are_fine_where_none_is_wanted(truth: Truth) -> None:
 
 def test_an_architecture_without() -> None:
     with pytest.raises(VariantError, match="no sm_100a sparse_prefill kernel exists yet"):
-        runtime.kernel(
+        variants.kernel(
             VariantSpec(op="sparse_prefill", arch="sm_100a", row_tile=64, d_qk=576), "cpu"
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import snapmla
-from snapmla import flash_mla
+from snapmla.compat import flash_mla
 from snapmla.sparse.rows_plan import SparseRowsPlan, pieces_of
 from snapmla.testing import metrics
 from softgpu import Options, using

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import flash_mla_fp8
+from snapmla.compat import flash_mla_fp8
 
 SCALE, HEADS, PAGE, WIDTH = 192**-0.5, 16, 64, 2
 Step = Callable[[], torch.Tensor]

@@ -8,6 +8,8 @@ import functools
 import importlib
 import io
 import re
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +19,13 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils import _pytree as pytree
 
 import snapmla
-from snapmla import dsa, layouts
-from snapmla.dsa import shapes
+from snapmla import dsa
+from snapmla.cache import layouts
+from snapmla.indexer import shapes
+from snapmla.runtime import launch
 from snapmla.sparse import rows_plan
 from snapmla.testing import selfcheck
+from snapmla.torch_ops import pytrees
 from tests.support.bits import same_bits
 from tests.support.dense_steps import DenseStep
 from tests.support.needs import DEVICES, needs_kernels
@@ -565,16 +570,28 @@ def prefill_calls(device: str) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def test_a_plan_that_an_older_version_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the class by ``snapmla.decode_plan``, and torch loads what it knows by that name."""
-    plan, file = fresh_layer("cpu").plan, io.BytesIO()
+@pytest.mark.parametrize("name", ["PagedKVCache", "QuantizedQuery", "DecodePlan"])
+def test_what_an_older_release_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names classes by the modules of that release, which this one does not have."""
+    layer, file = fresh_layer("cpu"), io.BytesIO()
+    value = {
+        "PagedKVCache": layer.cache, "DecodePlan": layer.plan,
+        "QuantizedQuery": snapmla.quantize_q(layer.q_nope, layer.q_rope),
+    }[name]  # fmt: skip
     with monkeypatch.context() as older:
-        older.setattr(snapmla.DecodePlan, "__module__", "snapmla.decode_plan")
-        torch.save(plan, file)
-    assert b"snapmla.decode_plan\nDecodePlan\n" in file.getvalue()
+        for known in (type(value), *launch.PICKLED_WITH):
+            module = pytrees.OLDER[known.__name__][-1]
+            there = types.SimpleNamespace(**vars(sys.modules.get(module, types)))
+            setattr(there, known.__name__, known)
+            older.setitem(sys.modules, module, there)
+            older.setattr(known, "__module__", module)
+        torch.save(value, file)
+    assert f"{module}\n".encode() in file.getvalue()
     file.seek(0)
     found = torch.load(file, weights_only=True)
-    assert type(found) is snapmla.DecodePlan and torch.equal(found.work_items, plan.work_items)
+    assert type(found) is type(value)
+    for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(value), strict=True):
+        assert same_bits(a, b)
 
 
 NAMES = (
@@ -628,7 +645,7 @@ RARELY = (
 def test_opcheck(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":  # a variant of fewer threads, which other tests compile too
         monkeypatch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
-        scoring = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
+        scoring = importlib.import_module("snapmla.indexer.index_logits")  # a function has its name
         monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
     operator = getattr(torch.ops.snapmla, name).default
     torch.library.opcheck(operator, operator_call(name, device))

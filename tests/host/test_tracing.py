@@ -24,8 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import flash_mla, layouts, quant, runtime, tracing
-from snapmla import flash_mla_fp8 as names
+from snapmla.cache import layouts, quant
+from snapmla.call import tracing
+from snapmla.compat import flash_mla
+from snapmla.compat import flash_mla_fp8 as names
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from softgpu import MemoryFault
 from tests.support.bits import assert_same_bits
@@ -559,7 +562,7 @@ def test_compiled(name: str) -> None:
 
 def test_the_software_gpu_is_not_traced() -> None:
     """Dynamo looks into whatever runs between two graphs; an interpreter is not for it."""
-    kernel = runtime.kernel(VariantSpec.from_name("fetch_dequant_xf32_indices_sm90a"), "cpu")
+    kernel = variants.kernel(VariantSpec.from_name("fetch_dequant_xf32_indices_sm90a"), "cpu")
     c, r = torch.zeros(ROWS, 512), torch.zeros(ROWS, 64)
 
     def body(x: torch.Tensor, where: torch.Tensor, *views: torch.Tensor) -> torch.Tensor:

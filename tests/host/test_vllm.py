@@ -27,10 +27,10 @@ import torch
 from typer.testing import CliRunner
 
 import snapmla
-from snapmla import env, runtime
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import __main__ as commands
 from snapmla.integrations.vllm import refuse, surface
+from snapmla.runtime import env, variants
 from tests.support import ROOT, fetch_vllm
 from tests.support.needs import needs_compiler
 
@@ -674,7 +674,7 @@ def test_check_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", no_vllm)
-    monkeypatch.setattr(runtime, "find", lambda spec: None)
+    monkeypatch.setattr(variants, "find", lambda spec: None)
     monkeypatch.setenv("SNAPMLA_NO_JIT", "1")
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     done = CliRunner().invoke(commands.app, ["check"])
@@ -696,8 +696,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The only directory of variants, with all that the backend calls; no compiler."""
     monkeypatch.setattr(env, "places", lambda: [env.Place("`here`", tmp_path, True)])
     monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
-    monkeypatch.setattr(runtime, "driver_version", lambda: None)
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: "there is no compiler")
+    monkeypatch.setattr(variants, "driver_version", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: "there is no compiler")
     for name in KERNELS:
         (tmp_path / f"{name}.so").touch()
         (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, "flavour": "cu13"}))
@@ -724,7 +724,7 @@ def test_check_where_what_is_missing_is_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / f"{KERNELS[0]}.json").unlink()
-    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    monkeypatch.setattr(variants, "jit_refusal", lambda: None)
     (found,) = commands.kernels()
     assert found.ok is None and f"({KERNELS[0]}): each is compiled at its first use" in found.text
 

@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from snapmla import runtime
 from snapmla.integrations import flashmla_switch
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import __main__ as commands
 from snapmla.integrations.vllm import first_step, flashmla, surface
+from snapmla.runtime import variants
 from tests.support import fetch_vllm
 from tests.support import flashmla_calls as calls
 from tests.support.needs import needs_compiler
@@ -193,7 +193,7 @@ def test_other_devices_and_batch_invariance_fall_through(monkeypatch: pytest.Mon
     plain = flashmla._Prefill(lambda **_: "theirs")
     plain.theirs.__name__ = "flash_mla_sparse_fwd"
     with monkeypatch.context() as on_blackwell:
-        on_blackwell.setattr(runtime, "arch_of", lambda device: "sm_100a")
+        on_blackwell.setattr(variants, "arch_of", lambda device: "sm_100a")
         assert "this device is sm_100a" in str(plain.reason(told)) and plain(**told) == "theirs"
     assert "meta" in str(plain.reason({"q": q.to("meta")}))
     assert "q is no tensor" in str(plain.reason({"q": None}))

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from dsl_kernels.formats import ds_mla, v4
-from snapmla import runtime
-from snapmla.dispatch.cards import card_of
 from snapmla.integrations.vllm import flashmla, heads, surface
+from snapmla.rank.cards import card_of
+from snapmla.runtime import variants
 from tests.support import fetch_vllm
 from tests.support import flashmla_calls as calls
 
@@ -60,7 +60,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "vllm", found)
     monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
     monkeypatch.setattr(heads, "_card", lambda: CPU)
-    monkeypatch.setattr(runtime, "find", lambda spec: object())
+    monkeypatch.setattr(variants, "find", lambda spec: object())
     before = list(sys.meta_path)
     yield found
     sys.meta_path[:] = before
@@ -123,10 +123,10 @@ def test_where_heads_stay_padded(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> 
         patched.setattr(sys.modules["vllm.distributed"], "get_dcp_group", no_group)
         assert served() == {True}
     with monkeypatch.context() as patched:
-        patched.setattr(runtime, "find", lambda spec: None)
-        patched.setattr(runtime, "jit_refusal", lambda: "no compiler")
+        patched.setattr(variants, "find", lambda spec: None)
+        patched.setattr(variants, "jit_refusal", lambda: "no compiler")
         assert served() == {False}
-        patched.setattr(runtime, "jit_refusal", lambda: None)
+        patched.setattr(variants, "jit_refusal", lambda: None)
         assert served() == {True}
     with monkeypatch.context() as patched:
         patched.setattr(heads, "_card", lambda: types.SimpleNamespace(arch="sm_100a"))

@@ -13,7 +13,7 @@ import torch
 import snapmla
 import softgpu
 from dsl_kernels.spec import VariantSpec
-from snapmla import dump, launch, runtime, watch
+from snapmla.runtime import dump, launch, variants, watch
 from tests.support.needs import needs_compiler
 
 Q = VariantSpec(op="quantize_q", mode="token_head")
@@ -29,11 +29,11 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Set]:
         for name, value in values.items():
             monkeypatch.setenv(f"SNAPMLA_{name}", value)
         monkeypatch.setattr(watch.written, "bytes", 0)
-        runtime.forget()
+        variants.forget()
 
     yield put
     monkeypatch.undo()
-    runtime.forget()
+    variants.forget()
 
 
 def quantise(fill: float = 1.0) -> snapmla.QuantizedQuery:
@@ -48,7 +48,7 @@ def files(folder: Path) -> list[Path]:
 @needs_compiler
 def test_unset_the_function_itself_is_called(settings: Set) -> None:
     settings(LOG="0", DUMP="")
-    assert type(runtime.kernel(Q, "cpu")) is softgpu.LoadedKernel
+    assert type(variants.kernel(Q, "cpu")) is softgpu.LoadedKernel
 
 
 # ------------------------------------------------------------------------------------------ a line
@@ -208,7 +208,7 @@ def test_all_calls_are_written_if_asked_for(settings: Set, tmp_path: Path) -> No
     """Before the launch, which may never return, and again behind it, with results."""
     settings(DUMP=str(tmp_path), DUMP_WHEN="all")
     seen: list[dump.Dump] = []
-    names, kernel = NAMES, runtime.load(runtime.find_or_build(Q, need_library=False), "cpu")
+    names, kernel = NAMES, variants.load(variants.find_or_build(Q, need_library=False), "cpu")
 
     def look(*arguments: Any) -> None:
         seen.append(dump.read(files(tmp_path)[-1]))
@@ -286,7 +286,7 @@ def test_a_call_whose_memory_was_freed_is_no_file(
             snapmla.quantize_q(q[..., :512], q[..., 512:], out=out)
     assert not files(tmp_path)
     with pytest.raises(softgpu.MemoryFault):
-        runtime.kernel(Q, "cpu")(q[..., :512], q[..., 512:], *out.written)
+        variants.kernel(Q, "cpu")(q[..., :512], q[..., 512:], *out.written)
     words = "is not dumped: the storage of out_scale was freed, so there is nothing to write"
     assert caplog.messages == [f"{Q.name} {words}"] and not files(tmp_path)
 

@@ -13,7 +13,7 @@ import torch
 
 import snapmla
 from snapmla import PagedKVCache
-from snapmla.decode_plan import DecodePlan
+from snapmla.dense import DecodePlan
 from tests.support.needs import needs_compiler
 
 I32 = {"dtype": torch.int32}

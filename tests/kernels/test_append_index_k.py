@@ -7,7 +7,7 @@ import torch
 
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import index_reference as reference
 from snapmla.testing import selfcheck
 from softgpu import mutate, using
@@ -35,7 +35,7 @@ NAME = "append_index_k_x{}_sm90a"
 )  # fmt: skip
 def test_clean_and_right(axes: str) -> None:
     spec = VariantSpec.from_name(NAME.format(axes))
-    workload = selfcheck.Workload(spec, runtime.find_or_build(spec, need_library=False).directory)
+    workload = selfcheck.Workload(spec, variants.find_or_build(spec, need_library=False).directory)
     with using(mutate.schedule(0)):
         result = workload.run()
     assert result.passed, result.summary

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import flash_mla
+from snapmla.compat import flash_mla
 from snapmla.testing import dense_job
 from snapmla.testing.dense_job import SCALE, DenseJob
 from softgpu import Options, exact, mutate, using
@@ -120,7 +120,7 @@ EVERYDAY = ("bf16", "rising")  # in little
         for which in SWINGS
     ],
 )
-def test_every_frame_moves_each_tile(pipeline: str, dtype: str, page: int, which: str) -> None:
+def test_every_maximum_moves_each_tile(pipeline: str, dtype: str, page: int, which: str) -> None:
     spec = spec_of(pipeline, dtype, page)
     small = (dtype, which) == EVERYDAY
     job = Swings.of(spec, *SWINGS[which], tiles=2 if small else 4, s_q=1 if small else 4)

@@ -11,7 +11,7 @@ import torch
 
 from dsl_kernels.families.fp8_decode import ROW_TILES
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import dense_job, selfcheck
 from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.dense_reference import dense_decode_reference
@@ -25,14 +25,14 @@ FEW, MANY = "dense_decode_split_r16_p16_df16_sm90a", "dense_decode_split_r64_p64
 CHECKED = Options(hazards="raise", seed=3)
 
 
-def kernel_of(name: str) -> tuple[VariantSpec, runtime.Kernel]:
+def kernel_of(name: str) -> tuple[VariantSpec, variants.Kernel]:
     spec = VariantSpec.from_name(name)
-    directory: Path = runtime.find_or_build(spec, need_library=False).directory
+    directory: Path = variants.find_or_build(spec, need_library=False).directory
     return spec, selfcheck.load(spec, directory)
 
 
 @pytest.mark.parametrize("name", [FEW, pytest.param(MANY, marks=pytest.mark.whole_matrix)])
-def test_frames_that_move(name: str) -> None:
+def test_maxima_that_move(name: str) -> None:
     """Peaked rows: each tile's maximum is far from the last one's, in fp16 too."""
     spec, kernel = kernel_of(name)
     assert tuple(kernel.names.arguments) == dense_job.ARGUMENTS  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.formats import ds_mla
-from snapmla import PagedKVCache, byte_cache
+from snapmla import PagedKVCache
+from snapmla.cache import byte_cache
 from snapmla.testing import fetched
 from snapmla.testing.rope import rms_norm_rows, rotate_rows
 from snapmla.testing.workloads import samples

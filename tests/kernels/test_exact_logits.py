@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import metrics, runtime
+from snapmla import metrics
+from snapmla.runtime import variants
 from snapmla.testing import aligned, selfcheck, sparse_job
 from snapmla.testing.aligned import PAGE, Aligned
 from snapmla.testing.attend import Chunk, Rows, attend
@@ -34,7 +35,7 @@ def decoded(step: Aligned, op: str, rows: int) -> tuple[Tensor, Tensor]:
         if op == "decode":
             return step.decoded(step.plan(accuracy="high", row_tile=tile), torch.float32)
         spec = VariantSpec(op=op, pipeline="f16", row_tile=tile, out_dtype="f32")
-        kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+        kernel = selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
         return exact.ListedStep(spec, step).run(kernel)
 
 
@@ -155,7 +156,7 @@ def test_same_bits_over_lists_as_over_pages(rows: int) -> None:
     step = exact.equal_to_keys("normal", rows, 200, 0)
     want = decoded(step, "decode", rows)
     spec = VariantSpec(op="sparse_decode", pipeline="f16", row_tile=rows, out_dtype="f32")
-    kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+    kernel = selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
     job = exact.ListedStep(spec, step)
     job.indices = torch.cat([PAGE + torch.arange(200), torch.full((5,), sparse_job.INT_MAX)])
     job.indices = job.indices.int()[None]

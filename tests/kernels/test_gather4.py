@@ -15,8 +15,8 @@ import torch
 
 import dsl_kernels
 from dsl_kernels.spec import VariantSpec
-from snapmla import dispatch
-from snapmla.dispatch.cards import card_named
+from snapmla import rank
+from snapmla.rank.cards import card_named
 from snapmla.testing.sparse_job import INT_MAX, LAYOUTS, SparseJob, SparseShape
 from snapmla.testing.workloads import sparse_decode as work
 from softgpu import Hazard, Options, SoftGpuError, mutate, using
@@ -39,7 +39,7 @@ def test_nobody_gets_it_unasked() -> None:
     """The dispatcher's kernel of SM100 is the other one, which the default matrix has."""
     card = card_named("B200")
     for dtype in ("bf16", "f32"):
-        chosen = dispatch.choose_sparse(card, 64, out_dtype=dtype)
+        chosen = rank.choose_sparse(card, 64, out_dtype=dtype)
         assert chosen.name == f"sparse_decode_ws_r64_o{dtype}_sm100a" and chosen.loads == "cp_async"
     assert VariantSpec.from_name(GATHER4).replace(loads="cp_async").name == BLACKWELL
 

@@ -14,7 +14,7 @@ import pytest
 import dsl_kernels
 from codegen import abi
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.workloads import index_logits as work
 from softgpu import Hazard, Options, SoftGpuError, mutate, using
@@ -72,7 +72,7 @@ def test_planted_bugs_are_named(bug: str) -> None:
     One CTA, more units than slots, more pairs than accumulators."""
     opcode, where, change, kind = BUGS[bug]
     spec = VariantSpec(op="index_logits", arch="sm_100a", heads=64, unit_rows=2)
-    kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+    kernel = selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
     place = line_of(SOURCE, *where)
     found = mutate.matching(kernel.program(kernel.entry), opcode, place)
     assert found, f"no {opcode} at {place}"

@@ -22,7 +22,7 @@ from dsl_kernels import registry
 from dsl_kernels.families import ARCHS
 from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import accumulate, selfcheck
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import index_logits as work
@@ -55,7 +55,7 @@ def run(
 ) -> Tensor:
     """``out`` of a call, every hazard an error."""
     spec = spec_of(arch, heads, rows)
-    directory = runtime.find_or_build(spec, need_library=False).directory
+    directory = variants.find_or_build(spec, need_library=False).directory
     kernel = selfcheck.load(spec, directory)
     with using(Options(hazards="raise") if options is None else options):
         kernel(*abi.ordered(kernel.names.arguments, given))
@@ -78,7 +78,7 @@ def test_clean_and_right(arch: str, heads: int, rows: int) -> None:
     """Out of order, with copies landing at random, of SM100 also late and early: no hazard, no
     wrong score, none too many."""
     spec = spec_of(arch, heads, rows)
-    workload = selfcheck.Workload(spec, runtime.find_or_build(spec, need_library=False).directory)
+    workload = selfcheck.Workload(spec, variants.find_or_build(spec, need_library=False).directory)
     for seed in range(SCHEDULES if arch == "sm_100a" else 1):  # SM90's have cards
         with using(mutate.schedule(seed)):
             result = workload.run()

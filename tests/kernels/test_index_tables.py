@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import index_reference as reference
 from snapmla.testing import index_tables, selfcheck
 from snapmla.testing.workloads import fetch_index_k, index_rows
@@ -30,7 +30,7 @@ OTHERS = (
 )
 def test_clean_and_right(name: str) -> None:
     spec = VariantSpec.from_name(f"{name}_sm90a")
-    workload = selfcheck.Workload(spec, runtime.find_or_build(spec, need_library=False).directory)
+    workload = selfcheck.Workload(spec, variants.find_or_build(spec, need_library=False).directory)
     with using(mutate.schedule(0)):
         result = workload.run()
     assert result.passed, result.summary

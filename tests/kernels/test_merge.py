@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import ITEM_WORDS, MERGE, MERGE_CHECKED
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.plan import MAX_SLOTS
+from snapmla.dense.plan_decode import MAX_SLOTS
+from snapmla.runtime import variants
 from snapmla.testing import partials, selfcheck
 from snapmla.testing.record_job import RecordJob, RecordShape
 from softgpu import Options, using
@@ -176,7 +176,7 @@ class Behind:
     def run(self, begin: list[int], o: Tensor, lse: Tensor, asked: int) -> tuple[Tensor, Tensor]:
         """(out, lse) of one head, 7 where nothing is written; asked: ``may_split``."""
         spec = VariantSpec.from_name(f"sparse_decode_mix16_{self.variant}_sm90a")
-        decode = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+        decode = selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
         job = RecordJob(spec, RecordShape(1, 17, (0,) * self.units, 64, parts=1))
         i32 = lambda x: torch.tensor(x, dtype=torch.int32)
         with using(Options(hazards="raise", seed=3)):

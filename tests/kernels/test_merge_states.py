@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapmla import merge
+from snapmla.dense import merge
 from snapmla.testing import metrics
 from snapmla.testing.reference import merge_states_reference
 from softgpu import Options, using

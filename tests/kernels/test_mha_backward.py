@@ -16,7 +16,7 @@ from torch import Tensor
 import dsl_kernels
 from dsl_kernels.formats.mha_grads import DELTAS, READY
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants as runtime
 from snapmla.testing import selfcheck
 from snapmla.testing.mha_grad_job import GradJob, variants
 from snapmla.testing.mha_job import MhaJob

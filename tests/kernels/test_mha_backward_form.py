@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants as runtime
 from snapmla.testing.mha_grad_job import variants
 from tests.support.needs import needs_compiler
 

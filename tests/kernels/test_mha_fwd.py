@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsl_kernels.formats.mha_list import KEY_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.mha_job import MhaJob, mha_reference, offsets
 from softgpu import Options, mutate, using
@@ -38,7 +38,7 @@ EVERY = some(NAMES, MAIN)
 
 def kernel_of(name: str) -> tuple[VariantSpec, Any]:
     spec = VariantSpec.from_name(name)
-    directory: Path = runtime.find_or_build(spec, need_library=False).directory
+    directory: Path = variants.find_or_build(spec, need_library=False).directory
     return spec, selfcheck.load(spec, directory)
 
 
@@ -74,7 +74,7 @@ def test_clean_and_right(name: str) -> None:
 
 def where(name: str) -> tuple[VariantSpec, Path]:
     spec = VariantSpec.from_name(name)
-    return spec, runtime.find_or_build(spec, need_library=False).directory
+    return spec, variants.find_or_build(spec, need_library=False).directory
 
 
 @pytest.mark.whole_matrix
@@ -114,7 +114,7 @@ def equals(job: MhaJob) -> MhaJob:
 
 @pytest.mark.parametrize("style", some(["3", "30", "swings", "equal"], "swings"))
 @pytest.mark.parametrize("name", EVERY)
-def test_numbers_that_move_frames(name: str, style: str) -> None:
+def test_numbers_that_move_maxima(name: str, style: str) -> None:
     spec, kernel = kernel_of(name)
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.mha_job import MhaJob
 from snapmla.testing.mha_split_job import SplitJob, merged
@@ -31,7 +31,7 @@ Results = tuple[Tensor, Tensor]
 def run(name: str, job: MhaJob, options: Options = CHECKED) -> Results:
     """(out, lse) of a call, partial rows merged."""
     spec = VariantSpec.from_name(name)
-    call = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+    call = selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
     given = job.arguments()
     with using(options):
         call(*(given[name] for name in call.names.arguments))

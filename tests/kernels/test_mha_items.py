@@ -30,7 +30,8 @@ def made(
 @pytest.mark.parametrize("target", TARGETS)
 def test_clean_and_right(target: str) -> None:
     """The workload under the hazard check."""
-    for lq, lk, causal in work.SMALL:
+    for problem in work.SMALL:
+        lq, lk, causal = problem.lq, problem.lk, problem.causal
         with using(Options(hazards="raise", seed=1)):
             found = made(target, list(lq), list(lk), causal, max(lk, default=0))
         assert not work.wrong(found, lq, lk, causal)

@@ -23,7 +23,7 @@ from dsl_kernels.formats.mha_list import (
     pieces_of,
 )
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.mha_split_job import SplitJob, lists_of, split_work
 from snapmla.testing.workloads import mha_items as items
@@ -43,7 +43,7 @@ MORE = ["mha_merge_of16_sm90a", "mha_merge_obf16_v256_sm90a", "mha_merge_of16_v2
 
 def clean_and_right(name: str) -> None:
     spec = VariantSpec.from_name(name)
-    directory = runtime.find_or_build(spec, need_library=False).directory
+    directory = variants.find_or_build(spec, need_library=False).directory
     with using(mutate.schedule(0)):
         result = selfcheck.Workload(spec, directory).run()
     assert result.passed, result.summary
@@ -146,7 +146,7 @@ def test_a_wrong_list_is_noticed() -> None:
 def run(job: SplitJob, name: str = MAIN) -> dict[str, Any]:
     """The arguments of a call of the kernel that attends, after it."""
     spec = VariantSpec.from_name(name)
-    directory = runtime.find_or_build(spec, need_library=False).directory
+    directory = variants.find_or_build(spec, need_library=False).directory
     call, given = selfcheck.load(spec, directory), job.arguments()
     with using(CHECKED):
         call(*(given[name] for name in call.names.arguments))
@@ -173,7 +173,7 @@ def test_schedules() -> None:
     spec = VariantSpec.from_name(MAIN)
     torch.manual_seed(3)
     job = SplitJob.draw(spec, (4, 20), (2000, 70), 1, 1, spread=6.0, ctas=2)
-    directory = runtime.find_or_build(spec, need_library=False).directory
+    directory = variants.find_or_build(spec, need_library=False).directory
     call, found = selfcheck.load(spec, directory), []
     names = ("out", "lse", "partial_out", "partial_lse")
     for seed in range(12):

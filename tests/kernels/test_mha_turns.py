@@ -13,7 +13,7 @@ import torch
 
 import dsl_kernels
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.mha_job import MhaJob
 from softgpu import Hazard, Options, SoftGpuError, mutate, using
@@ -70,7 +70,7 @@ def test_planted_bugs_are_named(bug: str) -> None:
     """Every schedule notices, and some name it; others are faults and hangs that follow from it."""
     opcode, (file, *where), change, kind = BUGS[bug]
     spec = VariantSpec.from_name(NAME)
-    kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+    kernel = selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
     place = line_of(SOURCES / file, *where)
     found = mutate.matching(kernel.program(kernel.entry), opcode, place)
     assert found, f"no {opcode} at {place}"

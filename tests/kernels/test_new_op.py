@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsl_kernels.families import FAMILIES
 from dsl_kernels.spec import VariantSpec
-from snapmla import dump, runtime
+from snapmla.runtime import dump, variants
 from snapmla.torch_ops import NAMESPACE, Operator, define
 from tests.support import ROOT, scale_rows
 from tests.support.needs import needs_compiler
@@ -57,13 +57,13 @@ def declared(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(built))
     monkeypatch.setenv("SNAPMLA_NO_JIT", "1")  # what runs is what ``built`` has
     monkeypatch.setenv("SOFTGPU_HAZARDS", "raise")
-    runtime.forget()
+    variants.forget()
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for each in SCALE.operators:
         define(library, *Operator(*each))
     yield
     library._destroy()
-    runtime.forget()
+    variants.forget()
 
 
 def right() -> dict[str, Any]:
@@ -180,7 +180,7 @@ def test_log_and_dump(
     """A line a call, and a file that has its arguments as they were, and its result."""
     for name, value in {"LOG": "1", "DUMP": str(tmp_path), "DUMP_WHEN": "all"}.items():
         monkeypatch.setenv(f"SNAPMLA_{name}", value)
-    runtime.forget()
+    variants.forget()
     values = right()
     with caplog.at_level(logging.INFO, "snapmla"):
         scale_rows.scale_rows(**values)

@@ -20,7 +20,7 @@ import softgpu
 import softgpu.loader
 import softgpu.testing
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import __main__ as commands
 from snapmla.testing import explanations, selfcheck
 from snapmla.testing.__main__ import main
@@ -33,17 +33,17 @@ pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
-def append() -> runtime.Artifact:
-    return runtime.find_or_build(VariantSpec(op="append_kv"), need_library=False)
+def append() -> variants.Artifact:
+    return variants.find_or_build(VariantSpec(op="append_kv"), need_library=False)
 
 
 @pytest.fixture(scope="module")
-def fetch() -> runtime.Artifact:
+def fetch() -> variants.Artifact:
     spec = VariantSpec(op="fetch_dequant", mode="indices")
-    return runtime.find_or_build(spec, need_library=False)
+    return variants.find_or_build(spec, need_library=False)
 
 
-def test_two_objects_in_one_process(append: runtime.Artifact, fetch: runtime.Artifact) -> None:
+def test_two_objects_in_one_process(append: variants.Artifact, fetch: variants.Artifact) -> None:
     cache = selfcheck.poisoned_cache(3, 16)
     torch.manual_seed(0)
     c, rope = torch.randn(5, 512).bfloat16(), torch.randn(5, 64).bfloat16()
@@ -61,7 +61,7 @@ def test_two_objects_in_one_process(append: runtime.Artifact, fetch: runtime.Art
     assert append_kv.launches[0].kernel != fetch_dequant.launches[0].kernel
 
 
-def test_argument_errors_of_the_object_come_through(append: runtime.Artifact) -> None:
+def test_argument_errors_of_the_object_come_through(append: variants.Artifact) -> None:
     kernel = softgpu.load(append.obj, append.ptx, append.symbol)
     cache = selfcheck.poisoned_cache(3, 16)
     c, rope = torch.randn(5, 500).bfloat16(), torch.randn(5, 64).bfloat16()
@@ -72,7 +72,7 @@ def test_argument_errors_of_the_object_come_through(append: runtime.Artifact) ->
         kernel(cache.content_u8)
 
 
-def test_out_of_bounds_against_the_real_tensors(append: runtime.Artifact) -> None:
+def test_out_of_bounds_against_the_real_tensors(append: variants.Artifact) -> None:
     """A slot beyond a pool whose scale tensor is cut short is caught at the byte."""
     kernel = softgpu.load(append.obj, append.ptx, append.symbol)
     cache = selfcheck.poisoned_cache(4, 16)
@@ -94,7 +94,7 @@ def test_out_of_bounds_against_the_real_tensors(append: runtime.Artifact) -> Non
 
 
 def test_linking_is_cached_and_keyed_by_content(
-    append: runtime.Artifact, fetch: runtime.Artifact, tmp_path: Path,
+    append: variants.Artifact, fetch: variants.Artifact, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("SOFTGPU_CACHE_DIR", str(tmp_path))
@@ -106,7 +106,7 @@ def test_linking_is_cached_and_keyed_by_content(
 
 
 def test_missing_compiler_is_said_clearly(
-    append: runtime.Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    append: variants.Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOFTGPU_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -116,7 +116,7 @@ def test_missing_compiler_is_said_clearly(
 
 
 def test_object_and_ptx_must_belong_together(
-    append: runtime.Artifact, fetch: runtime.Artifact
+    append: variants.Artifact, fetch: variants.Artifact
 ) -> None:
     kernel = softgpu.load(append.obj, fetch.ptx, append.symbol)
     cache = selfcheck.poisoned_cache(3, 16)
@@ -149,12 +149,12 @@ def test_decode(pipeline: str, rows: int, mode: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SOFTGPU_ASYNC", mode)
     monkeypatch.setenv("SOFTGPU_SEED", "5")
     spec = VariantSpec(op="decode", pipeline=pipeline, row_tile=rows)
-    artifact = runtime.find_or_build(spec, need_library=False)
+    artifact = variants.find_or_build(spec, need_library=False)
     result = selfcheck.check(spec, artifact.directory)
     assert result.passed, result.summary
 
 
-def test_command_line(append: runtime.Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(append: variants.Artifact, capsys: pytest.CaptureFixture[str]) -> None:
     assert forms.main(["coverage", str(append.ptx)]) == 0
     assert "0 not modelled" in capsys.readouterr().out
     assert main(["run", append.name, "--dir", str(append.directory)]) == 0
@@ -164,7 +164,7 @@ def test_command_line(append: runtime.Artifact, capsys: pytest.CaptureFixture[st
 def test_command_line_prints_collected_hazards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = runtime.find_or_build(VariantSpec(op="plan_decode"), need_library=False)
+    plan = variants.find_or_build(VariantSpec(op="plan_decode"), need_library=False)
     for file in plan.directory.glob(f"{plan.name}.*"):
         shutil.copy(file, tmp_path)
     arguments = ["run", plan.name, "--dir", str(tmp_path), "--hazards", "collect"]
@@ -182,11 +182,11 @@ def test_command_line_prints_collected_hazards(
 
 
 def test_mutants_of_chosen_lines(
-    append: runtime.Artifact, capsys: pytest.CaptureFixture[str]
+    append: variants.Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A survivor passes if it is explained, and no other instruction is looked at.  What comes
     before the wait for the grid before is found by name: that grid wrote the same."""
-    kernel = runtime.load(append, "cpu")
+    kernel = variants.load(append, "cpu")
     assert isinstance(kernel, softgpu.LoadedKernel)
     wait, launch = mutate.sites(kernel.program(kernel.entry))
     asked = ["mutate", append.name, "--dir", str(append.directory), "--seeds", "1", "--lines"]
@@ -202,7 +202,7 @@ def test_mutants_of_chosen_lines(
 
 
 def test_what_is_explained_has_fewer_schedules(
-    append: runtime.Artifact, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    append: variants.Artifact, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of each landing; what no explanation names has all of them."""
     tried: list[int] = []
@@ -224,7 +224,7 @@ def test_what_is_explained_has_fewer_schedules(
     assert launches == [3, 3, 4]
 
 
-def test_what_was_run_is_told(append: runtime.Artifact, tmp_path: Path) -> None:
+def test_what_was_run_is_told(append: variants.Artifact, tmp_path: Path) -> None:
     """To ``--record``: the launches, the same whoever runs them, and mutants that survived."""
     at, asked = str(append.directory), ["--seeds", "1", "--record"]
     files = [tmp_path / name for name in ("check", "mutate")]
@@ -326,7 +326,7 @@ def test_command_line_refuses(
 ])  # fmt: skip
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_command_line_refuses_an_environment_of_no_meaning(
-    append: runtime.Artifact, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    append: variants.Artifact, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     command: str, name: str, value: str, said: str,
 ) -> None:  # fmt: skip
     """In one sentence, not at the end of a traceback; once in a process of its own."""
@@ -343,7 +343,7 @@ def test_command_line_refuses_an_environment_of_no_meaning(
 
 
 def test_run_takes_what_the_environment_says(
-    append: runtime.Artifact, monkeypatch: pytest.MonkeyPatch
+    append: variants.Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """... unless the command line says otherwise."""
     seen: list[softgpu.Options] = []
@@ -385,8 +385,8 @@ def test_coverage_reports_what_is_missing(
 def test_a_removed_synchronisation_shows(pipeline: str, rows: int, opcode: str) -> None:
     """Late completion and shuffled warps make a missing wait, arrival or barrier visible."""
     spec = VariantSpec(op="decode", pipeline=pipeline, row_tile=rows)
-    artifact = runtime.find_or_build(spec, need_library=False)
-    good, bad = (runtime.load(artifact, "cpu") for _ in range(2))
+    artifact = variants.find_or_build(spec, need_library=False)
+    good, bad = (variants.load(artifact, "cpu") for _ in range(2))
     good.options = softgpu.Options(asynchronous="late", seed=0)
     assert selfcheck.check_kernel(spec, good).passed
     bad.options = good.options

@@ -21,7 +21,7 @@ from torch import Tensor
 import snapmla
 from codegen import closure, compile, matrix
 from dsl_kernels.formats.registered import FORMATS
-from snapmla import runtime
+from snapmla.runtime import variants
 from softgpu import Options, using
 from tests.support import ROOT
 from tests.support.needs import needs_compiler
@@ -58,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_variants(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of the format are looked for in a folder of the test's own, behind it in the usual
     ones; what is loaded is forgotten."""
-    usual = runtime.env.variant_dirs()
-    monkeypatch.setattr(runtime.env, "variant_dirs", lambda: [*usual, folder])
+    usual = variants.env.variant_dirs()
+    monkeypatch.setattr(variants.env, "variant_dirs", lambda: [*usual, folder])
 
 
 @pytest.fixture(scope="module")

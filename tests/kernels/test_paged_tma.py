@@ -10,7 +10,7 @@ import torch
 
 import softgpu
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from softgpu import Options, mutate
 from softgpu.in_flight import InFlight
@@ -27,7 +27,7 @@ class Copies:
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spec, self.asked, self.at_once = VariantSpec.from_name(name), 0, 0
-        kernel = runtime.kernel(self.spec, "cpu")
+        kernel = variants.kernel(self.spec, "cpu")
         assert isinstance(kernel, softgpu.LoadedKernel)
         self.kernel, self.landed = kernel, False
         kernel.options = Options(asynchronous="late")
@@ -92,7 +92,7 @@ def test_tiles_are_evicted_first() -> None:
     from dsl_kernels.load.planes import EVICT_FIRST, EVICT_NORMAL
 
     spec = VariantSpec.from_name("decode_etap_r16_p64_obf16_sm90a")
-    kernel = runtime.kernel(spec, "cpu")
+    kernel = variants.kernel(spec, "cpu")
     assert isinstance(kernel, softgpu.LoadedKernel)
     program = kernel.program(kernel.entry)
     words = [str(word) for word in (EVICT_FIRST, EVICT_NORMAL)]

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsl_kernels.formats.dims import TOKEN_TILE
-from snapmla.plan import MAX_COST
+from snapmla.dense.plan_decode import MAX_COST
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import BALANCE, ONE_ROW, Cuts, Queries, plan_reference
 from tests.support.lengths import many_lengths

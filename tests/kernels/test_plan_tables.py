@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import ITEM_WORDS, PARTIAL_ROW, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import partials, selfcheck
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import plan_reference
@@ -59,7 +59,7 @@ class Step:
 
     def __init__(self, name: str) -> None:
         self.spec = VariantSpec.from_name(name)
-        self.kernel: Any = runtime.kernel(self.spec, "cpu")
+        self.kernel: Any = variants.kernel(self.spec, "cpu")
         self.job = selfcheck.DecodeJob(self.spec, LENGTHS, PARTS, heads=HEADS, s_q=1)
         self.most_tiles = -(-self.job.table.shape[1] * self.spec.page_size // TOKEN_TILE)
 
@@ -222,7 +222,7 @@ def random_splits(pick: random.Random, kind: int, b: int, slots: int) -> list[in
 
 def test_random_tables_of_merge() -> None:
     """Up to four slots a sequence, and more than a lane holds."""
-    kernel = runtime.kernel(VariantSpec(op="merge", out_dtype="bf16", arch="sm_90a"), "cpu")
+    kernel = variants.kernel(VariantSpec(op="merge", out_dtype="bf16", arch="sm_90a"), "cpu")
     pick = random.Random(0)
     for case in range(MERGES):
         b, slots = pick.choice(((3, 4), (2, 12), (5, 20)))

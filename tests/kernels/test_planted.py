@@ -19,7 +19,7 @@ import torch
 import dsl_kernels
 import softgpu
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from softgpu import mutate
 from softgpu.ptx import Imm, Instr, Reg, Vec
@@ -91,9 +91,9 @@ class Bench:
 @functools.cache
 def _bench(name: str) -> Bench:
     spec = VariantSpec.from_name(name)
-    artifact = runtime.find_or_build(spec, need_library=False)
+    artifact = variants.find_or_build(spec, need_library=False)
     torch.manual_seed(0)
-    loaded = runtime.load(artifact, "cpu")
+    loaded = variants.load(artifact, "cpu")
     assert isinstance(loaded, softgpu.LoadedKernel)
     return Bench(loaded, selfcheck.DecodeJob(spec, TILES[name], 1))
 

@@ -87,7 +87,7 @@ def test_the_bits_of_sparse_decode(cache: str, rows: int, page_size: int) -> Non
 
 @pytest.mark.parametrize("style", STYLES)
 @every
-def test_numbers_that_move_frames(
+def test_numbers_that_move_maxima(
     cache: str, rows: int, style: str, request: pytest.FixtureRequest
 ) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,

@@ -16,7 +16,7 @@ import snapmla
 from dsl_kernels.formats import dims
 from dsl_kernels.formats.ds_mla import ROW_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import record_job, selfcheck
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.sparse_job import HEAD_SCALE
@@ -41,7 +41,7 @@ REACHED = 0.5  # of its bound, by the worst LSE of queries that equal a token
 @pytest.fixture(scope="module")
 def built() -> tuple[VariantSpec, Any]:
     spec = VariantSpec.from_name(NAME)
-    directory = runtime.find_or_build(spec, need_library=False).directory
+    directory = variants.find_or_build(spec, need_library=False).directory
     return spec, selfcheck.load(spec, directory)
 
 
@@ -60,7 +60,7 @@ def test_clean_and_right(built: tuple[VariantSpec, Any], options: Options) -> No
 
 
 @pytest.mark.parametrize("style", [s for s in record_job.STYLES if s != "plain"])
-def test_numbers_that_move_frames(built: tuple[VariantSpec, Any], style: str) -> None:
+def test_numbers_that_move_maxima(built: tuple[VariantSpec, Any], style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart, scales of 0; whole and split."""
     shape = RecordShape(5, 330, (330, 66), 1, parts=1, style=style)

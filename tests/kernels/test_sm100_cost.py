@@ -6,7 +6,7 @@ import pytest
 
 from dsl_kernels.formats.dims import TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import cost
 from softgpu.cost import report
 from softgpu.cost.profile import loads
@@ -29,7 +29,7 @@ PAGES = {
 
 def measured(name: str) -> cost.Cost:
     spec = VariantSpec.from_name(name)
-    directory = runtime.find_or_build(spec, need_library=False).directory
+    directory = variants.find_or_build(spec, need_library=False).directory
     return cost.measure(spec, directory, "B200")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from codegen import abi
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck, sparse_job
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
@@ -47,7 +47,7 @@ BOTH = [FEW, *(pytest.param(name, marks=pytest.mark.whole_matrix) for name in (B
 
 def kernel_of(spec: VariantSpec | str) -> tuple[VariantSpec, Any]:
     spec = VariantSpec.from_name(spec) if isinstance(spec, str) else spec
-    directory: Path = runtime.find_or_build(spec, need_library=False).directory
+    directory: Path = variants.find_or_build(spec, need_library=False).directory
     return spec, selfcheck.load(spec, directory)
 
 
@@ -83,7 +83,7 @@ def test_right_everywhere(heads: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_frames_that_move(name: str) -> None:
+def test_maxima_that_move(name: str) -> None:
     """Logits that swing by 200 nats from tile to tile, and queries that equal a token."""
     spec, kernel = kernel_of(name)
     for style, heads in (("swings", 5), ("equal", spec.row_tile)):

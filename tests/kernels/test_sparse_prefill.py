@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.testing import selfcheck
 from snapmla.testing.prefill_job import INT_MAX, PrefillJob, Results
@@ -38,7 +38,7 @@ EVERY_FEW = some(NAMES, FEW)
 
 def where(name: str) -> tuple[VariantSpec, Path]:
     spec = VariantSpec.from_name(name)
-    return spec, runtime.find_or_build(spec, need_library=False).directory
+    return spec, variants.find_or_build(spec, need_library=False).directory
 
 
 def kernel_of(name: str) -> tuple[VariantSpec, Any]:
@@ -88,7 +88,7 @@ def test_heads_and_lists(d_qk: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("style", some(["3", "30", "swings", "equal"], "equal"))
 @pytest.mark.parametrize("name", EVERY_FEW)
-def test_numbers_that_move_frames(name: str, style: str) -> None:
+def test_numbers_that_move_maxima(name: str, style: str) -> None:
     spec, kernel = kernel_of(name)
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0

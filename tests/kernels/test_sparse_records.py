@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsl_kernels.formats.ds_mla import LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import record_job, selfcheck
 from snapmla.testing.dense_job import COSINE_GATE
 from snapmla.testing.record_job import RecordJob, RecordShape
@@ -42,7 +42,7 @@ PADDING = some([math.nan, 0.0, 1e30, -math.inf], math.nan)
 
 def kernel_of(name: str) -> tuple[VariantSpec, Any]:
     spec = VariantSpec.from_name(name)
-    directory: Path = runtime.find_or_build(spec, need_library=False).directory
+    directory: Path = variants.find_or_build(spec, need_library=False).directory
     return spec, selfcheck.load(spec, directory)
 
 
@@ -71,7 +71,7 @@ def test_rows_of_one_token(name: str) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", EVERY)
-def test_numbers_that_move_frames(name: str, style: str) -> None:
+def test_numbers_that_move_maxima(name: str, style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart; whole and split."""
     spec, kernel = kernel_of(name)

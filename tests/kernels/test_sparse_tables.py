@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.record_job import (
     GROUP_SUM_ROWS,
@@ -135,7 +135,7 @@ def test_any_table(number: int, fmt: str) -> None:
     torch.manual_seed(seed)
     tile, shape = shape_of(number, fmt)
     spec = VariantSpec.from_name(NAMES[fmt].format(tile))
-    directory = runtime.find_or_build(spec, need_library=False).directory
+    directory = variants.find_or_build(spec, need_library=False).directory
     kernel = selfcheck.load(spec, directory)
     job = SparseJob(spec, shape) if fmt == "fp8" else RecordJob(spec, shape)
     scramble(job, seed)

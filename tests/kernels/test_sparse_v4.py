@@ -99,7 +99,7 @@ def test_items_without_tiles(name: str) -> None:
 
 @pytest.mark.parametrize("style", [s for s in record_job.STYLES if s != "plain"])
 @of(EVERY, ROWS)
-def test_numbers_that_move_frames(name: str, style: str) -> None:
+def test_numbers_that_move_maxima(name: str, style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart, the least scales; whole and split."""
     spec, kernel = kernel_of(name)

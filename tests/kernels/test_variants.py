@@ -15,7 +15,7 @@ import torch
 
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from softgpu import Options, mutate, using
 from tests.support.needs import needs_compiler
@@ -25,8 +25,8 @@ pytestmark = needs_compiler
 
 def up_to_date(spec: VariantSpec) -> Path:
     """Folder of the variant, which is compiled first, with its planner, if need be."""
-    runtime.find_or_build(VariantSpec(op="plan_decode", arch=spec.arch), need_library=False)
-    return runtime.find_or_build(spec, need_library=False).directory
+    variants.find_or_build(VariantSpec(op="plan_decode", arch=spec.arch), need_library=False)
+    return variants.find_or_build(spec, need_library=False).directory
 
 
 # Sparse decodes run so in test_sparse_tables.py, test_sparse_decode.py and test_sparse_records.py

@@ -45,7 +45,7 @@ def test_another_checkout_has_modules_of_its_own(other: Path) -> None:
     checkout = checkouts.Checkout(other)
     before = dict(os.environ)
     with checkout.active() as package:
-        from snapmla import plan_text
+        from snapmla.dense import plan_text
 
         assert Path(plan_text.__file__).is_relative_to(other)
         assert package.__version__ == "of the other"
@@ -179,7 +179,7 @@ def test_packed_checkouts_unpack_to_backends(other: Path, tmp_path: Path) -> Non
     packed = repo / "build" / "carry" / "checkouts" / "base.tar.xz"
     listed = subprocess.run(["tar", "-tf", packed], capture_output=True, text=True, check=True)
     names = set(listed.stdout.split())
-    assert {"commit", "snapmla/attention.py", "build/variants/merge_obf16_sm90a.so"} <= names
+    assert {"commit", "snapmla/dense/decode.py", "build/variants/merge_obf16_sm90a.so"} <= names
     assert "build/variants/merge_obf16_sm90a.json" in names
     assert not [n for n in names if n.endswith(".ptx") or "__pycache__" in n]
 

@@ -16,7 +16,7 @@ import torch
 from codegen.artifacts import ROOT
 from profiles.engine import rows, switch
 from profiles.engine.spec import Case
-from snapmla import env
+from snapmla.runtime import env
 
 
 def test_cases(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_uncut_lists_have_the_same_results(
         return found[-1]
 
     # the software GPU has no times by which the host knows that full lists stay whole
-    monkeypatch.setattr("snapmla.plan.dispatch.tile_times", lambda *_: (1000, 10))
+    monkeypatch.setattr("snapmla.dense.plan_decode.dispatch.tile_times", lambda *_: (1000, 10))
     monkeypatch.setattr(v4_call, "sparse_decode", kept)
     v4_call.uncut(way, drawn)()
     (out, _), lists = found[0], drawn.sets[0]

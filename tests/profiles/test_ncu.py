@@ -14,7 +14,7 @@ from codegen.artifacts import Record
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec
 from profiles import ncu
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.workloads import samples
 
 REPORT = (artifacts.ROOT / "tests" / "data" / "ncu_h200.csv").read_text()
@@ -128,7 +128,7 @@ def test_workload_is_a_legal_call(built: Report, name: str) -> None:
     """The object's own argument checks accept it, and it runs (on the software GPU)."""
     spec = VariantSpec.from_name(name)
     known = ncu.arguments(spec, ncu.Sizes(batch=2, tokens=100, s_q=2), "cpu", parts=3)
-    runtime.kernel(spec, "cpu")(*(known[a["name"]] for a in built.records[name].arguments))
+    variants.kernel(spec, "cpu")(*(known[a["name"]] for a in built.records[name].arguments))
     results = [known[n] for n in ("out", "out_nope", "content", "kv") if n in known]
     assert results and any(result.to(torch.float32).abs().sum() > 0 for result in results)
 

@@ -22,8 +22,9 @@ from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from profiles import prove
 from profiles.prove import Book, Outcome, Step
-from snapmla import dispatch, runtime
-from snapmla.dispatch import calls, contest, costs
+from snapmla import rank
+from snapmla.rank import calls, costs, verdicts
+from snapmla.runtime import variants
 from snapmla.testing import explanations, selfcheck
 from tests.support.needs import needs_compiler, needs_kernels
 
@@ -354,14 +355,14 @@ def test_kernels_that_are_named_need_no_times(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError(f"{name} is read")
 
     monkeypatch.setattr(costs, "data", data)
-    for kept in (costs.costs_of, contest.judge, calls.choose_known):
+    for kept in (costs.costs_of, verdicts.judge, calls.choose_known):
         kept.cache_clear()
     for name in ("plan_decode_sm90a", "decode_etap_r16_p64_obf16_sm90a"):
         spec = VariantSpec.from_name(name)
-        directory = runtime.find_or_build(spec, need_library=False).directory
+        directory = variants.find_or_build(spec, need_library=False).directory
         assert selfcheck.check(spec, directory).passed
     with pytest.raises(AssertionError, match="is read"):
-        dispatch.choose_sparse(dispatch.card_named("H200"), 16)
+        rank.choose_sparse(rank.card_named("H200"), 16)
 
 
 def test_the_page_explains_what_may_survive() -> None:

@@ -15,14 +15,14 @@ from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 from profiles import prove, prove_book, prove_keys
 from profiles.prove import Book, Outcome, Step
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import workloads
 from snapmla.testing.workloads.call import Call
 from tests.support.needs import needs_compiler, needs_kernels
 
 MERGE, PLAN = (VariantSpec.from_name(f"{n}_sm90a") for n in ("merge_obf16", "append_kv_xbf16_ii32"))
 KERNEL = prove.ROOT / "dsl_kernels/combine/merge.py"
-HOST = prove.ROOT / "snapmla/merge.py"
+HOST = prove.ROOT / "snapmla/dense/merge.py"
 WORKLOAD = prove.ROOT / "snapmla/testing/workloads/merge.py"
 
 
@@ -112,7 +112,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The two variants, built from the sources as they are."""
     folder = tmp_path_factory.mktemp("variants")
     for spec in (MERGE, PLAN):
-        at = runtime.find_or_build(spec, need_library=False).directory
+        at = variants.find_or_build(spec, need_library=False).directory
         for file in at.glob(f"{spec.name}.*"):
             shutil.copy(file, folder)
     return folder

@@ -11,7 +11,7 @@ import pytest
 from codegen import artifacts
 from dsl_kernels.spec import VariantSpec
 from profiles import ncu, record_cost
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import cost
 from snapmla.testing.__main__ import main
 from tests.softgpu.test_cost import check_trace
@@ -26,7 +26,7 @@ R16 = "decode_etap_r16_p64_obf16_sm90a"
 
 def built(name: str) -> Path:
     """The folder of a variant, which is compiled if need be."""
-    return runtime.find_or_build(VariantSpec.from_name(name), need_library=False).obj.parent
+    return variants.find_or_build(VariantSpec.from_name(name), need_library=False).obj.parent
 
 
 def test_the_older_page_as_counters() -> None:

@@ -22,7 +22,7 @@ from codegen import abi
 from dsl_kernels.spec import VariantSpec
 from profiles import sanitizer_pairs as pairs
 from profiles.sanitizer_pairs import HANDOVERS, Handover
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.mha_job import MhaJob
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
@@ -75,7 +75,7 @@ def call_of(spec: VariantSpec, kernel: Any) -> Callable[[], object]:
 def loaded(name: str) -> tuple[softgpu.LoadedKernel, Callable[[], object]]:
     """A variant, and a small call of it."""
     spec = VariantSpec.from_name(name)
-    kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+    kernel = selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
     assert isinstance(kernel, softgpu.LoadedKernel)
     torch.manual_seed(0)
     return kernel, call_of(spec, kernel)

@@ -9,7 +9,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import table, tables
 from profiles.tables import topk_rows_cost
 from profiles.tables.topk_rows_cost import Cell, Problem
-from snapmla.dsa import shapes
+from snapmla.indexer import shapes
 from tests.support.needs import needs_kernels
 
 CPU = torch.device("cpu")

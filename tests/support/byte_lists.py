@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache
+from snapmla.cache import byte_cache
 from snapmla.testing.dense_job import LSE_GATE
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.record_reference import record_decode_reference

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
-from snapmla import layouts
+from snapmla.cache import layouts
 from snapmla.reference import quantize_rows
 from snapmla.testing import draws
 from snapmla.testing.draws import D_ROPE, D_V, SINK_CHANNEL, SOFTMAX_SCALE

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from snapmla import env
+from snapmla.runtime import env
 from tests.support.releases import pip
 
 FFI = "apache-tvm-ffi"

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from snapmla import env
+from snapmla.runtime import env
 from tests.support import ROOT
 from tests.support.releases import pip
 

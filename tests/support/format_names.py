@@ -22,8 +22,9 @@ from tests.support import ROOT
 
 SERVICE = ("dsl_kernels", "codegen", "snapmla")
 FREE = (
-    "dsl_kernels/formats/", "snapmla/testing/", "snapmla/integrations/", "snapmla/flash_mla/",
-    "snapmla/flash_mla_fp8.py", "snapmla/dsa/deep_gemm_names.py", "snapmla/dsa/vllm_names.py",
+    "dsl_kernels/formats/", "snapmla/testing/", "snapmla/integrations/",
+    "snapmla/compat/flash_mla/", "snapmla/compat/flash_mla_fp8.py", "snapmla/compat/deep_gemm.py",
+    "snapmla/compat/vllm.py",
 )  # fmt: skip
 # A value that is a format's name: how it is called, and of which objects ``name`` or ``dtype`` is.
 FORMAT_WORDS = ("format", "fmt", "cache_dtype", "kv_format", "cache_format", "cache_name")

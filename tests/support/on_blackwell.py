@@ -12,9 +12,10 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import decode_spec
-from snapmla import dispatch, runtime
-from snapmla.decode_plan import launching
+from snapmla import rank
+from snapmla.dense import launching
 from snapmla.reference import MIMIC_BLACKWELL
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.comparison import blocks_of
 from tests.support import cases
@@ -37,9 +38,9 @@ def software_gpu(arch: str) -> Iterator[pytest.MonkeyPatch]:
 
 def _forget() -> None:
     """Clears the caches of what depends on the architecture."""
-    for cached in (runtime.arch_of, dispatch.card_of, launching._plan_kernel):
+    for cached in (variants.arch_of, rank.card_of, launching._plan_kernel):
         cached.cache_clear()
-    runtime.forget()
+    variants.forget()
 
 
 def blackwell() -> contextlib.AbstractContextManager[pytest.MonkeyPatch]:

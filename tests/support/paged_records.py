@@ -15,7 +15,7 @@ from dsl_kernels.families.record_decode import FORMATS
 from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.formats.registered import FORMATS as FORMATS_OF
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import selfcheck
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
 from snapmla.testing.plan_tables import PlanTables
@@ -34,10 +34,10 @@ def kernel_of(
     """A variant, compiled if it must be; on a GPU skipped where nothing compiles."""
     spec = VariantSpec(op=op, pipeline="mix16", row_tile=rows, out_dtype="bf16", cache_dtype=cache)
     if device != "cpu":
-        if runtime.jit_refusal() and runtime.find(spec) is None:
+        if variants.jit_refusal() and variants.find(spec) is None:
             pytest.skip(f"{spec.name} is not built, and nothing compiles here")
-        return spec, runtime.kernel(spec, device)
-    directory: Path = runtime.find_or_build(spec, need_library=False).directory
+        return spec, variants.kernel(spec, device)
+    directory: Path = variants.find_or_build(spec, need_library=False).directory
     return spec, selfcheck.load(spec, directory)
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 
 import snapmla
-import snapmla.plan
-from snapmla import flash_mla_fp8 as names
+import snapmla.dense.plan_decode
+from snapmla.compat import flash_mla_fp8 as names
 
 SCALE = 192**-0.5
 SLOTS, PAGE, WIDTH = 16 * 64, 64, 10

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapmla import env
+from snapmla.runtime import env
 
 DEPENDENCIES = "dependencies"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from tests.support.cases import allocate_pool
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -22,7 +22,7 @@ def skip_unbuilt(spec: VariantSpec, device: torch.device) -> None:
     """Skips a test that asks a GPU machine without compiler for what no default build has."""
     points = spec.family.points(spec.arch)
     asked = spec not in (VariantSpec(op=spec.op, arch=spec.arch, **values) for values in points)
-    if device.type == "cuda" and asked and runtime.jit_refusal() and runtime.find(spec) is None:
+    if device.type == "cuda" and asked and variants.jit_refusal() and variants.find(spec) is None:
         pytest.skip(f"{spec.name} is compiled when it is asked for, and nothing compiles here")
 
 
@@ -30,10 +30,10 @@ def kernel(target: str, **fields: object) -> Callable[..., None]:
     """The kernel of one variant for ``target``; skips what a GPU machine without compiler lacks,
     because nobody builds it by default and nobody took it there."""
     device = device_of(target)
-    arch = runtime.arch_of(torch.device(device)) if device == "cuda" else target
+    arch = variants.arch_of(torch.device(device)) if device == "cuda" else target
     spec = VariantSpec(arch=arch, **fields)  # type: ignore[arg-type]
     skip_unbuilt(spec, torch.device(device))
-    return runtime.kernel(spec, device)
+    return variants.kernel(spec, device)
 
 
 def device_of(target: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing import dense_job, selfcheck
 from snapmla.testing.dense_job import SCALE, DenseJob
 from softgpu import LoadedKernel, Options, using
@@ -43,8 +43,8 @@ def spec_of(pipeline: str, dtype: str = "bf16", page: int = 64) -> VariantSpec:
 
 def kernel_of(spec: VariantSpec) -> LoadedKernel:
     """Compiled first if need be, its planner too."""
-    runtime.find_or_build(VariantSpec(op="plan_decode", arch=spec.arch), need_library=False)
-    return selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
+    variants.find_or_build(VariantSpec(op="plan_decode", arch=spec.arch), need_library=False)
+    return selfcheck.load(spec, variants.find_or_build(spec, need_library=False).directory)
 
 
 LEVEL = 200.0  # nats, of ``swings``: of every 64 tokens in turn

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.families.family import Family
-from snapmla import call, checks, op, quant
+from snapmla import checks
+from snapmla.cache import quant
+from snapmla.call import memo as call
+from snapmla.call import op
 
 F32 = (torch.float32,)
 FAMILY = Family(

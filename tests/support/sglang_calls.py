@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snapmla import flash_mla
+from snapmla.compat import flash_mla
 from snapmla.integrations.sglang import surface
 from tests.support import flashmla_calls as calls
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, distributed
 
 import snapmla
-from snapmla import PagedKVCache, QuantizedQuery, dsa, flash_mla, flash_mla_fp8
-from snapmla.dsa import deep_gemm_names, vllm_names
-from snapmla.mha import flash_attention_names, flash_mla_names
+from snapmla import PagedKVCache, QuantizedQuery, dsa
+from snapmla.compat import deep_gemm, flash_attention, flash_mla, flash_mla_fp8, vllm
+from snapmla.compat.flash_mla import mha
 from snapmla.parallel import ContextGroup
 
 Tensors = dict[str, Tensor]
@@ -524,7 +524,7 @@ def mha_prefill_backward() -> Made:
 
 def flash_mla_varlen() -> Made:
     def call(**t: Tensor) -> Any:
-        return flash_mla_names.flash_attn_varlen_func(max_seqlen_qo=1, max_seqlen_kv=1, **t)
+        return mha.flash_attn_varlen_func(max_seqlen_qo=1, max_seqlen_kv=1, **t)
 
     return call, {
         "q": normal(1, 1, 192), "k": normal(1, 1, 192), "v": normal(1, 1, 128),
@@ -534,7 +534,7 @@ def flash_mla_varlen() -> Made:
 
 def flash_attention_varlen() -> Made:
     def call(**t: Tensor) -> Any:
-        return flash_attention_names.flash_attn_varlen_func(max_seqlen_q=1, max_seqlen_k=1, **t)
+        return flash_attention.flash_attn_varlen_func(max_seqlen_q=1, max_seqlen_k=1, **t)
 
     return call, {
         "q": normal(1, 1, 192), "k": normal(1, 1, 192), "v": normal(1, 1, 128),
@@ -661,7 +661,7 @@ def fetch_index_k() -> Made:
 
 def deep_gemm_paged() -> Made:
     def call(**t: Tensor) -> Any:
-        return deep_gemm_names.fp8_paged_mqa_logits(
+        return deep_gemm.fp8_paged_mqa_logits(
             **t, schedule_meta=None, max_context_len=TOKENS, clean_logits=True
         )
 
@@ -674,7 +674,7 @@ def deep_gemm_paged() -> Made:
 
 def deep_gemm_prompt() -> Made:
     def call(keys: Tensor, scales: Tensor, **t: Tensor) -> Any:
-        return deep_gemm_names.fp8_mqa_logits(kv=(keys, scales), **t)
+        return deep_gemm.fp8_mqa_logits(kv=(keys, scales), **t)
 
     return call, {
         "q": torch.randn(1, 64, 128).to(E4M3), "keys": torch.randn(1, 128).to(E4M3),
@@ -685,14 +685,10 @@ def deep_gemm_prompt() -> Made:
 
 def vllm_topk(*lengths: str) -> Made:
     def decode(logits: Tensor, **t: Tensor) -> None:
-        vllm_names.top_k_per_row_decode(
-            logits, 1, num_rows=1, stride0=1, stride1=1, topk_tokens=1, **t
-        )
+        vllm.top_k_per_row_decode(logits, 1, num_rows=1, stride0=1, stride1=1, topk_tokens=1, **t)
 
     def prefill(logits: Tensor, **t: Tensor) -> None:
-        vllm_names.top_k_per_row_prefill(
-            logits, num_rows=1, stride0=1, stride1=1, topk_tokens=1, **t
-        )
+        vllm.top_k_per_row_prefill(logits, num_rows=1, stride0=1, stride1=1, topk_tokens=1, **t)
 
     out = torch.full((1, 1), -7, dtype=I32)
     given = {"logits": torch.randn(1, 1), "raw_topk_indices": out}
@@ -702,7 +698,7 @@ def vllm_topk(*lengths: str) -> Made:
 
 def vllm_persistent() -> Made:
     def call(**t: Tensor) -> None:
-        vllm_names.persistent_topk(workspace=None, k=1, max_seq_len=1, **t)
+        vllm.persistent_topk(workspace=None, k=1, max_seq_len=1, **t)
 
     return call, {
         "logits": torch.randn(1, 1), "lengths": numbers(1).view(1, 1),
@@ -711,7 +707,7 @@ def vllm_persistent() -> Made:
 
 
 def vllm_gather() -> Made:
-    return vllm_names.cp_gather_indexer_k_quant_cache, {
+    return vllm.cp_gather_indexer_k_quant_cache, {
         "kv_cache": index_pages(), "dst_k": torch.zeros(1, 128, dtype=U8),
         "dst_scale": torch.zeros(1, 4, dtype=U8), "block_table": numbers(0).view(1, 1),
         "cu_seq_lens": numbers(0, 1),
@@ -720,7 +716,7 @@ def vllm_gather() -> Made:
 
 def vllm_append() -> Made:
     def call(**t: Tensor) -> None:
-        vllm_names.indexer_k_quant_and_cache(quant_block_size=128, kv_cache_dtype="ue8m0", **t)
+        vllm.indexer_k_quant_and_cache(quant_block_size=128, kv_cache_dtype="ue8m0", **t)
 
     return call, {
         "k": normal(1, 128), "kv_cache": torch.zeros(1, P, 132, dtype=U8),

@@ -20,7 +20,7 @@ import torch
 
 import snapmla
 from snapmla import PagedKVCache
-from snapmla.decode_plan import DecodePlan
+from snapmla.dense import DecodePlan
 
 PAGE, TOPK, UNWRITTEN = 64, 64, 99.0
 KINDS = (

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from snapmla.cache import PagedKVCache
-from snapmla.quant import QuantizedQuery
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
 from snapmla.testing import attend, reference, selfcheck
 from snapmla.testing.reference import Move
 from snapmla.testing.rounding import MIMIC_HW_FULL, QuantConfig

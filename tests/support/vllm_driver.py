@@ -21,9 +21,9 @@ from torch import Tensor
 
 import snapmla.reference
 from dsl_kernels.families import ARCHS, FAMILIES, MHA
-from snapmla import runtime
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm.__main__ import needed
+from snapmla.runtime import variants
 from snapmla.testing import metrics
 from tests.support import on_blackwell
 from tests.support.vllm_engine import (
@@ -400,7 +400,7 @@ def main(names: list[str]) -> None:
     from vllm.model_executor.layers.attention import mla_attention as mla
 
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}")
-    plain, loaded, load = prefill_backend(), set(), runtime.kernel
+    plain, loaded, load = prefill_backend(), set(), variants.kernel
 
     def noted(spec: Any, *more: Any) -> Any:
         loaded.add(spec)
@@ -412,7 +412,7 @@ def main(names: list[str]) -> None:
         mock.patch.object(torch, "tensor", without_pinning(torch.tensor)),
         mock.patch.object(mla, "get_mla_prefill_backend", lambda *_: plain),
         mock.patch.object(mla, "merge_attn_states", merged),
-        mock.patch.object(runtime, "kernel", noted),
+        mock.patch.object(variants, "kernel", noted),
         SETTINGS,
     ):
         for name in names:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import snapmla
-from snapmla import runtime
 from snapmla.integrations.vllm.__main__ import needed_sparse
+from snapmla.runtime import variants
 from snapmla.testing import metrics
 from tests.support import vllm_engine as dense
 from tests.support.vllm_engine import LATENT, NOPE, PAGE, ROPE
@@ -342,7 +342,7 @@ def main(names: list[str]) -> None:
     import vllm
 
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}")
-    loaded, load = set(), runtime.kernel
+    loaded, load = set(), variants.kernel
 
     def noted(spec: Any, *more: Any) -> Any:
         loaded.add(spec)
@@ -354,7 +354,7 @@ def main(names: list[str]) -> None:
             stack.enter_context(mock.patch.object(torch, name, free))
         for module, name, value in replacements():
             stack.enter_context(mock.patch.object(sys.modules[module], name, value))
-        stack.enter_context(mock.patch.object(runtime, "kernel", noted))
+        stack.enter_context(mock.patch.object(variants, "kernel", noted))
         stack.enter_context(dense.SETTINGS)
         for name in names:
             torch.manual_seed(0)  # a case has the same numbers alone

@@ -150,7 +150,7 @@ def fused_norm_rope(
         pages, kv_c, k_pe, slot_mapping, positions, table, norm_weight=kv_weight, norm_eps=kv_eps
     )
     if indexer_k_cache is not None:
-        snapmla.dsa.append_index_k(
+        snapmla.indexer.append_index_k(
             indexer_k_cache, index_k.contiguous(), slot_mapping, positions=positions,
             cos_sin_cache=index_table, is_neox=not index_rope_interleave,
             norm_weight=index_weight, norm_bias=index_bias, norm_eps=index_eps,

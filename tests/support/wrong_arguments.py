@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 import snapmla
-from snapmla import PagedKVCache, PlanCache, QuantizedQuery, flash_mla, flash_mla_fp8
-from snapmla.decode_plan import DecodePlan
+from snapmla import PagedKVCache, PlanCache, QuantizedQuery
+from snapmla.compat import flash_mla, flash_mla_fp8
+from snapmla.dense import DecodePlan
 from tests.support import wrong_ds_mla
 
 # argument; its value, or a function of the right one; error; how its words begin; what advice it gives

@@ -251,7 +251,7 @@ class PairQ:
     descriptors = staticmethod(atoms)
 
     def bound(self, source):
-        """Return ``PairQ`` with its tensor maps, for the producer."""
+        """Return a ``BoundQ`` of the tensor maps ``source``, for the producer."""
         return BoundQ(*source)
 
 
@@ -262,8 +262,8 @@ class BoundQ(NamedTuple):
 
     def copy(self, squares, rows, chunk, to, bar) -> None:
         """Copy 64 channels of this CTA's rows of a work tile to square ``to`` of ``squares``.  Rows
-        past the sequence's end may be another sequence's: nothing is written for them.  Rows past
-        the last query are zeros."""
+        past the sequence's end may be another sequence's: no results are stored for them.  Rows
+        past the last query are zeros."""
         moved = cute.domain_offset((rows.first, 0), self.source.coords)
         tiles = cute.local_tile(moved, (ROWS, RUN), (0, None))
         target, source = cpasync.tma_partition(

@@ -82,8 +82,8 @@ def inverses(form: umma.Form) -> Ring:
 
 
 class Cta(NamedTuple):
-    """State that every role of a CTA works with; ``tiles``: more of it, for a pipeline's own
-    roles."""
+    """State that all roles of a CTA share; ``tiles``: state that only a pipeline's own roles
+    use."""
 
     st: Any
     gmem: DenseGmem
@@ -122,7 +122,7 @@ class Parts(Protocol):
         on.  The correction warps call this once P is full; ``state``: P's, a consumer's."""
 
     def wait_products(self, st: Any, state: Any) -> None:
-        """Wait until P.V of the tile before ``state``'s is complete, which its own is not yet.
+        """Wait until P.V of the tile before ``state``'s is complete; P.V of ``state``'s follows.
 
         With one stage of P, a full P says so as well: the softmax warps waited before they filled
         it."""

@@ -188,7 +188,7 @@ class Gather4(GatherRows):
     # ---------------------------------------------------------------- a tile
 
     def _note_rows(self, st, stage, ahead, page, offset, source):
-        """Store the map rows of this lane's token in ``c_rows`` and ``r_rows``; -1: no token."""
+        """Store in ``c_rows`` and ``r_rows`` the token's rows of the tensor maps; -1: no token."""
         tables = cute.make_layout((self.work.tile, self.stages))
         st.c_rows.get_tensor(tables)[ahead, stage] = source.content.of(page, offset)
         st.r_rows.get_tensor(tables)[ahead, stage] = source.rope.of(page, offset)

@@ -98,7 +98,7 @@ class Barrier(IntEnum):
 
 
 class PairRings(NamedTuple):
-    """Rings of the roles, and ``both``, at the leader: P and V of both CTAs are there."""
+    """Rings of the roles, and ``both``: tells the leader that both CTAs' P and V are there."""
 
     roles: Rings
     both: ToLeader
@@ -205,7 +205,7 @@ class PairTiles:
         self.tma.c.wait_full(cta.st, state.index, state.phase)
 
     def wait_values(self, cta, p_state) -> None:
-        """Wait until this CTA's V is there; its arrival at P tells the leader."""
+        """Wait until this CTA's V is there; this CTA's arrival at P then tells the leader so."""
         self.tma.v.wait_full(cta.st, p_state.index, p_state.phase ^ 1)
 
     @cute.jit

@@ -239,7 +239,7 @@ class PairQ:
     descriptors = staticmethod(atoms)
 
     def bound(self, source):
-        """Return ``PairQ`` with its tensor maps, for the producer."""
+        """Return a ``BoundQ`` of the tensor maps ``source``, for the producer."""
         return BoundQ(source)
 
 

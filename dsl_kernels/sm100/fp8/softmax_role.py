@@ -40,7 +40,7 @@ class Tiles(Protocol):
         """Wait until the scales of the tile are there."""
 
     def wait_values(self, cta: Any, p_state: Any) -> None:
-        """Wait until V is there, which the arrival at P then says as well; ``p_state``: P's, a
+        """Wait until V is there, so that the arrival at P also announces V; ``p_state``: P's, a
         producer's."""
 
     def hide(self, st: Any, stage: Any, p_stage: Any, valid: Any) -> None:

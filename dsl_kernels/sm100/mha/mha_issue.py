@@ -137,7 +137,7 @@ class Products:
     @cute.jit
     def _next(self, st, count):
         """The note behind ``count``, as the consumers take it (sm90/mha/mha_fwd.py): its number,
-        and head (-1 behind the last), query tokens, keys, row tile, is it taken again."""
+        and head (-1 behind the last), query tokens, keys, row tile, whether it is taken again."""
         count += 1
         head, _, s_q, s_k, m, again = self.loads.notes.read(st, count)
         pause = head < 0

@@ -63,7 +63,7 @@ def p_ring(stages: int) -> Ring:
 
 
 def early_of(spec: VariantSpec) -> Early | None:
-    """Chunks that P.V frees at half time; None for a cluster, which frees its stages as a whole."""
+    """Chunks that P.V frees half-way; None for a cluster, which frees its stages as a whole."""
     return Early(EARLY, PV_WARPS) if spec.cluster == 1 else None
 
 

@@ -34,7 +34,7 @@ def p_ring(rows: int) -> Ring:
 
 
 class Parts(DenseParts):
-    """Attributes that the forms of 16-bit decode read of their parts, for gathered tiles."""
+    """Components of 16-bit decode for gathered tiles: only those that its forms read."""
 
     def __init__(self, loads: GatheredTiles):
         self.dtype, self.rows = BF16, loads.rows

@@ -115,7 +115,7 @@ class Parts(fp8_parts.Parts):
     """Components that the roles share (``decode.Parts``).
 
     Attributes:
-        gathers: whether lists name tokens, instead of tables pages.
+        gathers: whether the cache is read by lists of tokens, not by tables of pages.
         queries: rows of Q in 16 bits.
     """
 
@@ -158,6 +158,6 @@ class Parts(fp8_parts.Parts):
 
 
 class GatheredParts(Parts, fp8_parts.GatheredParts):
-    """The same for ``sparse_decode``: tiles are gathered token by token (load/gather.py)."""
+    """``Parts`` for ``sparse_decode``: tiles are gathered token by token (load/gather.py)."""
 
     gathers = True

@@ -110,7 +110,7 @@ def parts_of(spec: VariantSpec, made: Any = Parts, **members: Any) -> Parts:
     """Make the pipeline's components.
 
     Args:
-        made: ``Parts`` or a class of it; ``members`` as it takes them.
+        made: ``Parts`` or a subclass; ``members`` are further arguments of its constructor.
     """
     return made(spec, stages=stages_of(spec), q_stages=q_stages(spec), **members)
 

@@ -43,7 +43,7 @@ VOTES = Ring("votes", P_STAGES, {"softmax": SOFTMAX_WARPS})
 
 
 def overlaps(spec: VariantSpec) -> bool:
-    """True if P.V runs under the next tile's softmax: by lists, 64 rows, ``format.overlaps``."""
+    """True if P.V overlaps the next tile's softmax: sparse decode, 64 rows, ``format.overlaps``."""
     return spec.op == "sparse_decode" and spec.row_tile == 64 and spec.format.overlaps
 
 

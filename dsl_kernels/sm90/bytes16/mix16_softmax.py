@@ -239,7 +239,7 @@ class MixSoftmax(RowReferences):
         return [own[group, token + 8 * e, stage] for e in range(2)]
 
     def ratio_of(self, ratio, x: int):
-        """All of ``ratio``, for any 32 channels of a unit (from 32 ``x`` on): it has one group."""
+        """Return ``ratio`` as it is: all channels of a unit are of one group, whatever ``x`` is."""
         return ratio
 
     @staticmethod
@@ -353,8 +353,8 @@ class MixSoftmax(RowReferences):
         return out
 
     def facts_of(self, st, stage, token):
-        """(log2 sigma, 2^-40 / sigma, K's sigma), lists for tokens ``token`` and ``token + 8``;
-        1.0 if the tile has some token, else 0.0."""
+        """((log2 sigma, 2^-40 / sigma, K's sigma), some).  Each of the three is a list for tokens
+        ``token`` and ``token + 8``; ``some`` is 1.0 if the tile has a token, else 0.0."""
         facts, log, inverse, sigma, some = self.parts.scales.facts(st), [], [], [], None
         for e in range(2):
             four = cute.make_rmem_tensor((4,), Float32)

@@ -102,7 +102,7 @@ class Mix16V41(mix16.Mix16):
 
 
 def parts_of(spec: VariantSpec, **members: Any) -> ContentParts:
-    """Make the pipeline's components; ``members`` replace the defaults, those for lists."""
+    """Make the pipeline's components; ``members`` replace the defaults, which are for lists."""
     own = {"work": TwoLists, "loader": GatherV41, "scales": V41_SCALES}
     return mix16.parts_of(spec, ContentParts, **{**own, **members})
 

@@ -69,7 +69,7 @@ class Parts:
 
     @staticmethod
     def work_list(spec: VariantSpec) -> WorkList:
-        """Work list of sequences of pages."""
+        """Work list of sequences whose tokens lie in pages."""
         return WorkList(spec.page_size, TILE)
 
     def loader(self, readers: Readers) -> Loader:
@@ -115,7 +115,7 @@ class Parts:
 
 
 class GatheredParts(Parts):
-    """The same for ``sparse_decode``: tiles are gathered token by token (load/gather.py)."""
+    """``Parts`` for ``sparse_decode``: tiles are gathered token by token (load/gather.py)."""
 
     @staticmethod
     def work_list(spec: VariantSpec) -> WorkList:

@@ -211,8 +211,8 @@ class MhaDkv(Gradients):
 
     @cute.jit
     def _wait(self, work, behind):
-        """Wait until what the producer reads is there: until mha_delta is done if that can be seen
-        (``behind``), else for the grid before."""
+        """Wait until what the producer reads is there.  If ``behind`` and mha_delta is seen to be
+        done, return at once; if not, wait for the grid before."""
         ready = Boolean(False)
         if behind != 0:
             (deltas,) = compat.load_words(work.iterator + DELTAS, 1, sem="acquire", scope="gpu")

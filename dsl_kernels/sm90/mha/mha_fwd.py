@@ -2,10 +2,10 @@
 
 A CTA stays and takes *work tiles*, 128 query rows of one head of one sequence, from a list that
 begins with the longest (schedule/mha_items.py), the first by its number, the others from a counter.
- K comes as the tensors that a model has: 128 channels of a head and, with d_qk 192, 64 RoPE
- channels
-that all heads may share (with d_qk 256, 192 and 64); in shared memory they are one tile.  BF16 and
-fp16 are one source.
+K comes as the tensors that a model has: 128 channels of a head and, with d_qk 192, 64 RoPE channels
+that all heads may share (with d_qk 256, 192 and 64); in shared memory they are one tile.
+
+BF16 and fp16 are one source.
 
 Roles (3 warpgroups)
     wg 0  warp 0  producer     TMA: Q of a work tile; K and V tiles of keys, the last tile first

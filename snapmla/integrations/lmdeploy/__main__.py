@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import typer
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
-from snapmla.flash_mla import name as naming
+from snapmla.compat.flash_mla import name as naming
 from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding
 from snapmla.integrations.lmdeploy import surface
+from snapmla.runtime import env
 
 app = typer.Typer(add_completion=False, help=__doc__)
 SERVED = "sm_90a"
@@ -36,7 +36,10 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """Findings on the used parts of LMDeploy, against its release's or the newest record."""
+    """Findings on the parts of LMDeploy that are used, compared with a record of them.
+
+    It is the record of the installed release if there is one, else the newest.
+    """
     records = surface.recorded()
     known = records.get(importlib.metadata.version("lmdeploy")) or records[max(records)]
     said = surface.differences(surface.read(), known)

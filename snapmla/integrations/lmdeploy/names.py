@@ -8,8 +8,8 @@ import sys
 import types
 from typing import Any
 
-from snapmla import tracing
-from snapmla.flash_mla import name as naming
+from snapmla.call import tracing
+from snapmla.compat.flash_mla import name as naming
 from snapmla.integrations import flashmla_switch
 
 LOGGER = "lmdeploy.snapmla"  # below LMDeploy's own, whose handlers and level it has

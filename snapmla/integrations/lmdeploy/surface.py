@@ -1,8 +1,8 @@
 """Parts of LMDeploy on which ``SNAPMLA_AS_FLASH_MLA`` relies, from its text or the record.
 
 ``surface.json`` has them for the releases whose code ran on our functions: methods by name with
-their parameters, and ``module@function`` with the arguments that the module's calls of FlashMLA's
-function name.  LMDeploy is not imported, as that needs a GPU's libraries.
+their parameters, and ``module@function`` with the arguments that the module passes by name to
+FlashMLA's function.  LMDeploy is not imported, as that needs a GPU's libraries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read() -> Surface:
 
 
 def calls(module: str, function: str) -> Iterator[list[str]]:
-    """Yields the named arguments of each call of a function in a module's text."""
+    """Yields the names of the keyword arguments of each call of a function in a module's text."""
     package, *folders = module.split(".")
     spec = importlib.util.find_spec(package)
     places = () if spec is None else spec.submodule_search_locations or ()

@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, info
 from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding
 from snapmla.integrations.flashmla_switch import SERVED
 from snapmla.integrations.sglang import flashmla, refuse, surface
+from snapmla.runtime import env
+from snapmla.tools import info
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "sglang.srt.plugins"
@@ -39,7 +40,10 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """Findings on the used parts of SGLang, against its release's or the newest record."""
+    """Findings on the parts of SGLang that the plugin uses, compared with a record of them.
+
+    It is the record of the installed release if there is one, else the newest.
+    """
     records = surface.recorded()
     known = records.get(importlib.metadata.version("sglang")) or records[max(records)]
     said = surface.differences(surface.read(), known)

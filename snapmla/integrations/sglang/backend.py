@@ -31,11 +31,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inne
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, plan_cache, quant, runtime
-from snapmla.decode_plan import DecodePlan
+from snapmla import api
+from snapmla.cache import quant
+from snapmla.dense import DecodePlan, plan_cache
 from snapmla.integrations.sglang import refuse
 from snapmla.integrations.sglang.pool import SnapMLATokenToKVPool
 from snapmla.integrations.sglang.refuse import PAGE
+from snapmla.runtime import variants
 
 SPLIT_TOKENS = 1024  # pieces of a sequence where inference has to be deterministic
 
@@ -99,7 +101,7 @@ class SnapMLABackend(AttentionBackend):
         )
         self.multi_head = None
         if draft_step is None:
-            name, _ = refuse.MULTI_HEAD[runtime.arch_of(self.device)]
+            name, _ = refuse.MULTI_HEAD[variants.arch_of(self.device)]
             self.multi_head = ATTENTION_BACKENDS[name](model_runner)
             # Else it would quantise Q, K and V to the cache's dtype, without scales.
             self.multi_head.kv_cache_dtype_str = "auto"
@@ -223,7 +225,7 @@ class SnapMLABackend(AttentionBackend):
             parts = q.view(-1, heads, KV_LORA_RANK), q_rope.view(-1, heads, QK_ROPE_HEAD_DIM)
         if step.s_q is not None:
             parts = tuple(part.unflatten(0, (-1, step.s_q)) for part in parts)
-        out, _ = attention.decode(
+        out, _ = api.decode(
             quant.quantize_q(*parts), self.token_to_kv_pool.cache_of(layer.layer_id),
             step.block_table, step.lengths, softmax_scale=layer.scaling, plan=step.plan,
             cu_seqlens_q=step.cu_seqlens_q,

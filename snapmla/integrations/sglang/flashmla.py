@@ -31,10 +31,11 @@ import torch
 
 from dsl_kernels.formats import nope, v41
 from dsl_kernels.formats.dims import KV_LORA_RANK
-from snapmla import env, flash_mla
+from snapmla.compat import flash_mla
 from snapmla.integrations import flashmla_switch
 from snapmla.integrations.flashmla_switch import Told
 from snapmla.integrations.sglang import surface
+from snapmla.runtime import env
 from snapmla.sparse.prefill import sparse_prefill
 
 MODULE, REGISTRY = surface.FLASHMLA, surface.HOOKS

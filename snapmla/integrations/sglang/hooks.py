@@ -31,9 +31,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import attention_backends, get_exec
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK
-from snapmla import env, layouts
+from snapmla.cache import layouts
 from snapmla.integrations.sglang import flashmla, refuse
 from snapmla.integrations.sglang.refuse import BACKEND
+from snapmla.runtime import env
 
 _ARGUMENTS = "sglang.srt.arg_groups"
 _CACHE = "sglang.srt.mem_cache.kv_cache_configurator"

@@ -18,7 +18,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import cache, fetch, layouts, quant
+from snapmla.cache import fetch, layouts, paged, quant
 from snapmla.integrations.sglang.refuse import MOVES, PAGE
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -57,9 +57,9 @@ class SnapMLATokenToKVPool(MLATokenToKVPool):
         return torch.cuda.use_mem_pool(pool) if pool else nullcontext()
 
     @staticmethod
-    def _cache(rows: torch.Tensor, scale: torch.Tensor) -> cache.PagedKVCache:
+    def _cache(rows: torch.Tensor, scale: torch.Tensor) -> paged.PagedKVCache:
         views = layouts.rows640_views(rows.view(-1, PAGE, layouts.ROW_BYTES), scale.view(-1, PAGE))
-        return cache.PagedKVCache.from_tensors(*views)
+        return paged.PagedKVCache.from_tensors(*views)
 
     def _clear_buffers(self) -> None:
         del self.kv_buffer, self.kv_scale_buffer, self.caches
@@ -68,7 +68,7 @@ class SnapMLATokenToKVPool(MLATokenToKVPool):
         """Bytes of all layers, with the scales: 644 a token and layer."""
         return sum(each.nbytes for each in (*self.kv_buffer, *self.kv_scale_buffer))
 
-    def cache_of(self, layer_id: int) -> cache.PagedKVCache:
+    def cache_of(self, layer_id: int) -> paged.PagedKVCache:
         """A layer's cache, as snapmla's functions take it."""
         at = layer_id - self.start_layer
         if self.layer_transfer_counter is not None:

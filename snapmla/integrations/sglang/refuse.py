@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import env
+from snapmla.runtime import env
 
 BACKEND = "snapmla"
 PAGE = 64

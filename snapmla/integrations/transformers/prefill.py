@@ -22,11 +22,11 @@ import torch
 import snapmla
 from dsl_kernels.formats.dims import HEAD_DIM_QK
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
 from snapmla.errors import SnapMLAError
 from snapmla.integrations.transformers import absorbed
 from snapmla.mha import mha_prefill
 from snapmla.mha.prefill import kernels as mha_kernels
+from snapmla.runtime import variants
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.rows_kernel import row_tile_of
 
@@ -66,9 +66,9 @@ def serves(module: Any, query: Tensor, sparse: bool) -> bool:
     if key not in _there:
         try:
             if sparse:
-                arch, tile = runtime.arch_of(query.device), row_tile_of(query.shape[1])
+                arch, tile = variants.arch_of(query.device), row_tile_of(query.shape[1])
                 spec = VariantSpec(op="sparse_prefill", arch=arch, row_tile=tile, d_qk=HEAD_DIM_QK)
-                runtime.kernel(spec, query.device.type)
+                variants.kernel(spec, query.device.type)
             else:
                 mha_kernels(query.device, query.shape[-1], query.dtype, "whole")
             _there[key] = True

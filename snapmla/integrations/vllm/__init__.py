@@ -27,7 +27,7 @@ run on a GPU yet (``prefill.py`` says how).
 
 from __future__ import annotations
 
-from snapmla import env
+from snapmla.runtime import env
 
 __all__ = ["BACKEND", "CACHE_DTYPE", "SPARSE_BACKEND", "register"]
 

@@ -12,14 +12,15 @@ import typer
 
 from dsl_kernels.formats.ds_mla import NAME as FORMAT
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, info
-from snapmla.dispatch.calls import choose_sparse
-from snapmla.dispatch.cards import cards
-from snapmla.dsa import shapes
-from snapmla.dsa.index_logits import unit_choices
+from snapmla.indexer import shapes
+from snapmla.indexer.index_logits import unit_choices
 from snapmla.integrations import findings, surfaces
 from snapmla.integrations.findings import Finding, card
 from snapmla.integrations.vllm import heads, refuse, surface
+from snapmla.rank.calls import choose_sparse
+from snapmla.rank.cards import cards
+from snapmla.runtime import env
+from snapmla.tools import info
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
@@ -41,7 +42,10 @@ def release() -> Finding:
 
 
 def names() -> Iterator[Finding]:
-    """Findings on the used parts of vLLM, against its release's or the newest record."""
+    """Findings on the parts of vLLM that the backend uses, compared with a record of them.
+
+    It is the record of the installed release if there is one, else the newest.
+    """
     try:
         found = surface.read()
     except Exception as error:  # an import of vLLM may fail in any way

@@ -39,11 +39,13 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, cache, fetch, layouts, plan_cache, quant, runtime
-from snapmla.decode_plan import DecodePlan
+from snapmla import api
+from snapmla.cache import fetch, layouts, paged, quant
+from snapmla.dense import DecodePlan, plan_cache
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import invariant, refuse
 from snapmla.integrations.vllm.prefill import KeyParts, SnapMLAPrefillBackend
+from snapmla.runtime import variants
 
 PAGE = 64
 TOKEN_BYTES = layouts.TOKEN_BYTES
@@ -112,7 +114,7 @@ class SnapMLABackend(mla.MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return runtime.arch_of_capability(capability.major, capability.minor) is not None
+        return variants.arch_of_capability(capability.major, capability.minor) is not None
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -294,9 +296,9 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         self._layer_is_known = False
         self._keys_apart = False  # whether the prefill backend takes K as two tensors
         self.supports_quant_query_input = False  # the layer then hands over (q_nope, q_rope)
-        self._caches: dict[tuple[Any, ...], cache.PagedKVCache] = {}
+        self._caches: dict[tuple[Any, ...], paged.PagedKVCache] = {}
 
-    def _cache(self, raw: torch.Tensor) -> cache.PagedKVCache:
+    def _cache(self, raw: torch.Tensor) -> paged.PagedKVCache:
         """The layer's pages (pages, 64, bytes of a token) as a cache; made once."""
         key = (raw.data_ptr(), raw.shape, raw.stride())
         known = self._caches.get(key)
@@ -304,7 +306,7 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
             size = raw.shape[1]
             block = raw.view(torch.uint8).flatten(1)[:, : size * TOKEN_BYTES]
             views = layouts.paged_views(block, size)
-            known = self._caches[key] = cache.PagedKVCache.from_tensors(*views)
+            known = self._caches[key] = paged.PagedKVCache.from_tensors(*views)
         return known
 
     def do_kv_cache_update(
@@ -337,7 +339,7 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         step = attn_metadata.decode
         if step.s_q is not None:
             parts = tuple(part.unflatten(0, (-1, step.s_q)) for part in parts)
-        out, lse = attention.decode(
+        out, lse = api.decode(
             quant.quantize_q(*parts), self._cache(kv_c_and_k_pe_cache), step.block_table,
             step.seq_lens, softmax_scale=self.scale, plan=step.plan,
             cu_seqlens_q=step.cu_seqlens_q, row_seqlens=step.row_seqlens,
@@ -396,7 +398,7 @@ class _Operators:
         return getattr(self._theirs, name)
 
     @contextmanager
-    def fetching_from(self, source: cache.PagedKVCache) -> Iterator[None]:
+    def fetching_from(self, source: paged.PagedKVCache) -> Iterator[None]:
         self._thread.source = source
         try:
             yield

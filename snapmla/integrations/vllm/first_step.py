@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from snapmla import env
 from snapmla.integrations.vllm import flashmla
+from snapmla.runtime import env
 
 NAME = "create_forward_context"
 MICROBATCHES = 16  # of a step, more than anyone asks for: contexts that a graph keeps are no step's

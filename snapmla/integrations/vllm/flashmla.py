@@ -24,9 +24,9 @@ import sys
 import threading
 from typing import Any
 
-from snapmla import env
 from snapmla.integrations import flashmla_switch
 from snapmla.integrations.vllm import heads, surface
+from snapmla.runtime import env
 
 MODULE = surface.FLASHMLA
 LOGGER = surface.LOGGER

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsl_kernels.formats import ds_mla, v4
-from snapmla import runtime
-from snapmla.dispatch.calls import choose_sparse
-from snapmla.dispatch.cards import Card, card_of
 from snapmla.errors import SnapMLAError
 from snapmla.integrations import flashmla_switch
 from snapmla.integrations.vllm import surface
+from snapmla.rank.calls import choose_sparse
+from snapmla.rank.cards import Card, card_of
+from snapmla.runtime import variants
 
 # of queries that vLLM's own kernel in front of V4's attention writes
 WRITTEN = (8, 16, 32, 64, 128)
@@ -112,7 +112,7 @@ def served(heads: int, cache: str) -> bool:
     if card is None or card.arch != flashmla_switch.SERVED:
         return False
     spec = choose_sparse(card, heads, cache=cache)
-    return runtime.find(spec) is not None or runtime.jit_refusal() is None
+    return variants.find(spec) is not None or variants.jit_refusal() is None
 
 
 def _card() -> Card | None:

@@ -54,7 +54,7 @@ from vllm.v1.attention.backends.mla import sparse_utils
 from dsl_kernels.formats.dims import HEAD_DIM_QK
 from dsl_kernels.formats.ds_mla import NAME as FORMAT
 from dsl_kernels.formats.ds_mla import ROW_BYTES
-from snapmla import cache, quant
+from snapmla.cache import paged, quant
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import absorbed, invariant, refuse, surface
 from snapmla.integrations.vllm import indexer as choosing
@@ -357,12 +357,12 @@ class SnapMLASparseImpl(_Impl):
         )  # fmt: skip
         self.sinks = sinks
         self.supports_quant_query_input = False  # the layer then hands over (q_nope, q_rope)
-        self._caches: dict[tuple[Any, ...], cache.PagedKVCache] = {}
+        self._caches: dict[tuple[Any, ...], paged.PagedKVCache] = {}
         self._thread = threading.local()  # batches in two halves run in two threads
         if indexer is not None:  # layers without one read what the one before has chosen
             choosing.serve(indexer)
 
-    def _cache(self, raw: torch.Tensor, rows: bool) -> cache.PagedKVCache:
+    def _cache(self, raw: torch.Tensor, rows: bool) -> paged.PagedKVCache:
         """The layer's memory (pages, 64, 656) as a cache of pages or of rows; made once.
 
         Rows are numbered through the pool as vLLM does, and those between a layer's pages are other
@@ -381,7 +381,7 @@ class SnapMLASparseImpl(_Impl):
                     )
                 count = (memory.shape[0] - 1) * apart + memory.shape[1]
                 memory = memory.as_strided((count, 1, ROW_BYTES), (ROW_BYTES, ROW_BYTES, 1))
-            known = cache.PagedKVCache.from_tensors(memory, format=FORMAT)
+            known = paged.PagedKVCache.from_tensors(memory, format=FORMAT)
             self._caches[key] = known
         return known
 
@@ -438,7 +438,7 @@ class SnapMLASparseImpl(_Impl):
     def _attend(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pages: cache.PagedKVCache,
+        pages: paged.PagedKVCache,
         indices: torch.Tensor,
         counts: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

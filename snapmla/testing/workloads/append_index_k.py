@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa.append_index_k import SCALES, append_index_k
+from snapmla.indexer.append_index_k import SCALES, append_index_k
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import exact, rotary
 from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
@@ -109,9 +109,9 @@ SMALL = tuple(
 )  # fmt: skip
 
 
-def recorded(draw: Exact) -> Keys:
+def recorded(draw: Exact) -> Iterator[Keys]:
     """57 keys of every awkward kind."""
-    return Keys(tokens=57, pages=4, power_of_two=draw.odd, gap=(16 * draw.odd, 0), outside=(18, 19))
+    yield Keys(tokens=57, pages=4, power_of_two=draw.odd, gap=(16 * draw.odd, 0), outside=(18, 19))
 
 
 def sized(_spec: VariantSpec, sizes: Sizes) -> Keys:
@@ -121,7 +121,7 @@ def sized(_spec: VariantSpec, sizes: Sizes) -> Keys:
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
-    """``snapmla.dsa.append_index_k``."""
+    """``snapmla.indexer.append_index_k``."""
     told: dict[str, Any] = {
         "scale": SCALES[given["power_of_two"]], "hadamard": bool(spec.hadamard),
         "is_neox": spec.rope_style == "neox", "rope_last": spec.turned == "last",

@@ -16,7 +16,7 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache
+from snapmla.cache import byte_cache
 from snapmla.testing import rounding
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.workloads import exact, rotary, samples
@@ -170,11 +170,11 @@ def _results(_spec: VariantSpec, problem: Tokens) -> dict[str, str]:
     return {name: name for name in ("content", "rope", "scale")}
 
 
-def recorded(draw: Exact) -> Tokens:
+def recorded(draw: Exact) -> Iterator[Tokens]:
     """57 tokens; slots outside of the pool, and outside of any."""
     third, form = draw.case.index % 3, FORMATS[draw.case.spec.cache_dtype]
     page_size = ((1, 69, 64) if form.named else (16, 64, 128))[third]
-    return Tokens(
+    yield Tokens(
         tokens=57, pages=128 // page_size + 2, page_size=page_size,
         heads=3 if form.rows and draw.odd else 1, outside=(18, 19, 20, 21),
         style=draw.odd if form.named else third, joint=bool(draw.odd), power_of_two=draw.odd,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 
 LN2 = math.log(2.0)
@@ -79,7 +79,7 @@ class Job(NamedTuple):
         tiles: token tiles of its plan.
     """
 
-    run: Callable[[runtime.Kernel], tuple[Tensor, Tensor]]
+    run: Callable[[variants.Kernel], tuple[Tensor, Tensor]]
     errors: Callable[[tuple[Tensor, Tensor]], Any]
     tiles: int
 
@@ -119,7 +119,7 @@ class Workload(NamedTuple):
         job: (spec, lengths, planner) -> a call of a decode behind the planning kernel.
         tiles: (spec, call of ``small``) -> its tiles of work: without any, a check proves nothing.
         steady: (spec, tiles) -> extents of a call in which one CTA takes that many tiles.  For ops
-            other than decode that have a steady state, so that their costs are given a tile.
+            other than decode that have a steady state, so that their costs are told per tile.
         behind: (spec) -> calls that the mutation study adds to those of ``small``, for ops that are
             no helpers: each writes or reads what the grid in front of it has written.
     """
@@ -132,7 +132,7 @@ class Workload(NamedTuple):
     public: Callable[[VariantSpec, Mapping[str, Any]], Callable[[], Any]] | None = None
     moved: Callable[[VariantSpec, Sizes], float] | None = None
     bench: Mapping[str, Mapping[str, Mapping[str, str]]] = {}
-    job: Callable[[VariantSpec, Sequence[int], runtime.Kernel], Job] | None = None
+    job: Callable[[VariantSpec, Sequence[int], variants.Kernel], Job] | None = None
     tiles: Callable[[VariantSpec, Call], int] = elements
     steady: Callable[[VariantSpec, int], Sizes] | None = None
     behind: Small | None = None

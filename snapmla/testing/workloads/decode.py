@@ -17,7 +17,7 @@ from torch import Tensor
 from dsl_kernels.arguments import ordered
 from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.comparison import DecodeErrors, decode_errors, mimic_of
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
@@ -60,7 +60,7 @@ class DecodeJob:
         heads: int | None = None,
         s_q: int | None = None,
         layout: str = "split",
-        planner: runtime.Kernel | None = None,
+        planner: variants.Kernel | None = None,
     ) -> None:
         self.spec, self.lengths, self.parts = spec, tuple(lengths), parts
         self.planner = planner
@@ -129,7 +129,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     yield Call(job.arguments(), {}, job=job)
 
 
-def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
+def job_of(spec: VariantSpec, lengths: Sequence[int], planner: variants.Kernel) -> Job:
     """A ``DecodeJob`` behind the planning kernel."""
     job = DecodeJob(spec, lengths, planner=planner)
     return Job(cast(Any, job.run), job.errors, job.plan.tiles)

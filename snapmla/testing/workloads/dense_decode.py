@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
-from snapmla.decode_plan import new_workspace
+from snapmla.dense import new_workspace
+from snapmla.runtime import variants
 from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, Call, Job, Sizes, Workload, decoded, planned
@@ -25,7 +25,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     yield Call(job.arguments(), {}, job=job)
 
 
-def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
+def job_of(spec: VariantSpec, lengths: Sequence[int], planner: variants.Kernel) -> Job:
     """A ``DenseJob`` behind the planning kernel.  Rows of its longest sequence are peaked: SM100
     multiplies O by gamma, in tensor memory, only where a frame moves."""
     peaked = spec.arch == "sm_100a"

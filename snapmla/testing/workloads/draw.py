@@ -161,11 +161,17 @@ class Draw(abc.ABC):
 
     def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Drawn values in their dtype, on the device."""
-        return x if dtype is None else x.to(dtype)
+        return (x if dtype is None else x.to(dtype)).to(self.device)
 
     def full(self, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
         """One value."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def blank(self, **shapes: Sequence[int]) -> dict[str, Tensor]:
+        """Tables of int32 that a call writes, full of -7, which no call means."""
+        return {
+            name: self.full(*shape, value=-7, dtype=torch.int32) for name, shape in shapes.items()
+        }
 
     def i32(self, values: Any) -> Tensor:
         """A table."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa.append_index_k import SCALES
-from snapmla.dsa.prologue import Prologue, prologue
+from snapmla.indexer.append_index_k import SCALES
+from snapmla.indexer.dsa_prologue import Prologue, prologue
 from snapmla.testing import index_reference, rope
 from snapmla.testing.workloads import append_index_k, append_kv, exact, rotary, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
@@ -208,11 +208,11 @@ def _written(spec: VariantSpec) -> tuple[str, ...]:
     return (*FORMATS[spec.cache_dtype].parts, "index_cache", "out_q", "out_weights", "out_rope")
 
 
-def recorded(draw: Exact) -> Layer:
+def recorded(draw: Exact) -> Iterator[Layer]:
     """21 tokens of 32 index heads and five of attention's; keys and weights are latents' channels,
     too."""
     form = FORMATS[draw.case.spec.cache_dtype]
-    return Layer(
+    yield Layer(
         tokens=21, heads=32, num_heads=5, pages=1, page_size=PAGE, index_pages=1, outside=(8, 9),
         index_outside=None, power_of_two=draw.odd, kv_power_of_two=draw.odd,
         style=draw.odd if form.named else draw.case.index % 3, keys_at=INDEX_DIM, weights_at=0,
@@ -230,7 +230,7 @@ def sized(_spec: VariantSpec, sizes: Sizes) -> Layer:
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
-    """``snapmla.dsa.prologue``."""
+    """``snapmla.indexer.dsa_prologue``."""
     cache = samples.cache_of(given, spec.cache_dtype)
     tokens = (
         "c_kv", "k_rope", "slot_mapping", "index_cache", "index_k", "index_q", "index_weights",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.index_cache import PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import layouts
+from snapmla.cache import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
 from snapmla.testing.workloads.draw import Draw
 
@@ -125,13 +125,29 @@ def hash_rows(rows: Array) -> NDArray[np.uint64]:
     return np.frombuffer(digests, np.uint64)
 
 
+class Digest:
+    """16 bytes that identify inputs, array behind array."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, arrays: Iterable[Array]) -> None:
+        """Takes in more inputs."""
+        for a in arrays:
+            self._hash.update(repr((a.dtype.str, a.shape)).encode())
+            self._hash.update(np.ascontiguousarray(a).tobytes())
+
+    @property
+    def value(self) -> NDArray[np.uint8]:
+        """The bytes of all so far."""
+        return np.frombuffer(self._hash.digest(), np.uint8)
+
+
 def digest(arrays: Sequence[Array]) -> NDArray[np.uint8]:
     """16 bytes that identify inputs."""
-    h = hashlib.blake2b(digest_size=16)
-    for a in arrays:
-        h.update(repr((a.dtype.str, a.shape)).encode())
-        h.update(np.ascontiguousarray(a).tobytes())
-    return np.frombuffer(h.digest(), np.uint8)
+    made = Digest()
+    made.add(arrays)
+    return made.value
 
 
 def rows_of(out: Tensor, lse: Tensor) -> Rows:
@@ -237,7 +253,7 @@ class Exact(Draw):
 
     Attributes:
         case: whose name every stream of bits has.
-        inputs: digest of what ``identify_by`` was given.
+        inputs: digest of all that ``identify_by`` was given.
     """
 
     fill = 3.0
@@ -247,8 +263,12 @@ class Exact(Draw):
     def __init__(self, case: Case, device: str) -> None:
         super().__init__(device)
         self.case = case
-        self.inputs = digest([])
+        self._inputs = Digest()
         self._streams: dict[str, Bits] = {}
+
+    @property
+    def inputs(self) -> NDArray[np.uint8]:
+        return self._inputs.value
 
     @property
     def odd(self) -> int:
@@ -322,9 +342,6 @@ class Exact(Draw):
         raw[:, SCALES_AT:PAGE_BYTES] = scales(self.bits(), (pages, PAGE), -3).view(np.uint8)
         return torch.from_numpy(raw)
 
-    def there(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return super().there(x, dtype).to(self.device)  # rounded on the CPU, NaN too
-
     def lse_units(self) -> dict[str, float]:
         factor, empty = LSE[self.odd]
         return {"lse_factor": factor, "empty_lse": empty}
@@ -334,7 +351,7 @@ class Exact(Draw):
         return Exact(Case(spec.name, self.case.index), self.device)
 
     def identify_by(self, *values: Tensor, bits: Sequence[Tensor] = ()) -> None:
-        self.inputs = digest([*map(bits_of, bits), *(x.cpu().numpy() for x in values)])
+        self._inputs.add([*map(bits_of, bits), *(x.cpu().numpy() for x in values)])
 
 
 # ---------------------------------------------------------------------------- caches

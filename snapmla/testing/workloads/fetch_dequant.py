@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,16 +12,18 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.formats.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import layouts
-from snapmla.cache import PagedKVCache
+from snapmla.cache import layouts
+from snapmla.cache.paged import PagedKVCache
 from snapmla.testing import fetched
 from snapmla.testing.workloads import exact, samples
-from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Bits, Case, Recorded, Runner
-from snapmla.testing.workloads.samples import PAGE, Random
+from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, workload
+from snapmla.testing.workloads.samples import PAGE
 
 UNTOUCHED = 7.0  # in results before a small call
 STARTS, UNEVEN = 37, 5  # of packed chunks: first token, and how far lengths are from their mean
@@ -58,160 +62,177 @@ def _slots(
     return fetched.packed_slots(table, given["cu_seqlens"], starts, cache, shape[0])
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Calls in every layout, where pages that nobody asks for are NaN; rows joint or apart."""
-    dtype, lengths = DTYPES[spec.in_dtype], (20, 0, 33)
-    made: dict[str, tuple[PagedKVCache, Tensor, Tensor]] = {}
-    page_size = 16
-    if spec.cache_dtype == "fp8":
-        made = {layout: samples.filled_cache(lengths, 16, layout) for layout in layouts.LAYOUTS}
-    elif FORMATS[spec.cache_dtype].named:
-        page_size = 7  # a warp's tokens lie in two
-        made["rows"] = samples.filled_bytes(spec.cache_dtype, lengths, page_size)
-        made["strided rows"] = samples.filled_bytes(
-            spec.cache_dtype, lengths, page_size, strided=True
-        )
-    else:
-        own = DTYPES[spec.cache_dtype]
-        made["rows"] = samples.filled_rows(lengths, 16, own)
-        made["3 heads"] = samples.filled_rows(lengths, 16, own, 3, strided=True)
-    for i, (name, (cache, table, seqlens)) in enumerate(made.items()):
-        selector, shape = _small_selector(spec, cache, table, seqlens, from_start=i == 1)
-        heads = (cache.num_kv_heads,) if FORMATS[cache.format].rows else ()
-        joint = i == len(made) - 1
-        out = fetched.outputs((*shape, *heads), dtype, UNTOUCHED, joint=joint, fmt=spec.cache_dtype)
-        given = {**samples.planes(cache), **selector, **_named(spec, out)}
-        results = {f"{key[4:]} of {name}": key for key in _named(spec, out)}
-        yield Call(given, results, truth(spec, given))
+def _names(spec: VariantSpec) -> tuple[str, ...]:
+    """Results that the kernel takes: without RoPE where the record has none."""
+    return ("out_nope", "out_rope")[: 1 + (FORMATS[spec.cache_dtype].rope is not None)]
 
 
-def _named(spec: VariantSpec, out: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Results as the kernel takes them: without RoPE where the record has none."""
-    nope, rope = out
-    if FORMATS[spec.cache_dtype].rope is None:
-        return {"out_nope": nope}
-    return {"out_nope": nope, "out_rope": rope}
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Problem):
+    """Tokens of a cache, which are fetched by pages, as packed chunks, or by indices.
+
+    Attributes:
+        cache: (spec, problem, draw) -> planes and block table.
+        page_size, heads, style: of the cache.
+        lengths, tokens: of sequences, and the rows of each in a result by pages.
+        begins, starts, total: of packed chunks; rows of their result.
+        slots: (problem, draw, block table, slots of the pool) -> slots that indices name.
+        outside: indices that name none instead; of int64 those, too, that would be cut to one.
+        apart: results are two tensors.
+    """
+
+    cache: Callable[[VariantSpec, Any, Any], tuple[dict[str, Tensor], Tensor]]
+    page_size: int
+    heads: int = 1
+    style: int | str = 0
+    lengths: Sequence[int]
+    tokens: int
+    begins: Sequence[int]
+    starts: Sequence[int]
+    total: int
+    slots: Callable[[Any, Any, Tensor, int], Tensor]
+    outside: Sequence[int] = ()
+    apart: bool = False
 
 
-def _small_selector(
-    spec: VariantSpec, cache: PagedKVCache, table: Tensor, seqlens: Tensor, *, from_start: bool
-) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """(arguments that select tokens, leading dimensions of a fetch's result)."""
+def arguments(spec: VariantSpec, problem: Tokens, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; results full of ``UNTOUCHED``."""
+    cache, table = problem.cache(spec, problem, draw)
+    where, shape = {"block_table": table}, [problem.total]
     if spec.mode == "pages":
-        return {"block_table": table, "cache_seqlens": seqlens}, (len(seqlens), 40)
-    if spec.mode == "indices":
-        size = cache.page_size
-        at = [samples.places(table[i], n, size) for i, n in enumerate(seqlens.tolist())]
-        used = torch.cat([page * size + offset for page, offset in at])
-        used = used[torch.randperm(len(used))[:7]]
-        # outside of the pool; beyond 32 bits what would be a token, were it cut
-        outside = torch.tensor([-1, cache.num_slots, 2**31 - 1])
-        if spec.index_dtype == "i64":
-            outside[1:] = torch.stack([used[0] + 2**32, used[1] - 2**32])
-        return {"indices": torch.cat([used, outside]).to(INDEX[spec.index_dtype])}, (10,)
-    # a start in mid-page, a sequence without pages, one without rows, the end of a page
-    table = torch.cat([table, table[:1]])
-    table[3] = table[2]
-    begins = torch.tensor([0, 17, 19, 19, 38], dtype=torch.int32)
-    starts = torch.tensor([] if from_start else [3, 1, 5, 14], dtype=torch.int32)
-    return {"block_table": table, "cu_seqlens": begins, "seq_starts": starts}, (41,)
-
-
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Any codes and bits, NaN too; pages and indices outside of the pool."""
-    spec, page_size, pages = case.spec, (16, 64, 128)[case.index % 3], 6
+        where["cache_seqlens"] = draw.i32(problem.lengths)
+        shape = [len(table), problem.tokens]
+    elif spec.mode == "ragged":
+        where |= {"cu_seqlens": draw.i32(problem.begins), "seq_starts": draw.i32(problem.starts)}
+    else:
+        pages, page_size, *_ = next(iter(cache.values())).shape
+        slots = problem.slots(problem, draw, table, pages * page_size)
+        none = (-1, pages * page_size, 2**31 - 1, 2**32 + 1, 1 - 2**32)
+        for at, slot in zip(problem.outside, none[: 5 if spec.index_dtype == "i64" else 3]):
+            slots[at] = slot
+        where, shape = {"indices": draw.there(slots, INDEX[spec.index_dtype])}, [len(slots)]
     record = FORMATS[spec.cache_dtype]
-    if record.named:
-        page_size = (13, 64, 21)[case.index % 3]
-    bits, tokens = case.bits(), pages * page_size
-    heads: tuple[int, ...] = ()
-    cache: dict[str, Tensor]
-    if spec.cache_dtype == "fp8":
-        content = bits.below(256, (tokens, KV_LORA_RANK)).astype(np.uint8)  # NaN codes too
-        fields = exact.float_fields(bits, (tokens, QK_ROPE_HEAD_DIM), 90, 150)
-        rope = (fields >> 16).astype(np.uint16)
-        rope[::37, 3], rope[1::41, 9], rope[2::43, 1] = 0x7FC1, 0xFF80, 0x0001
-        scale = exact.float_fields(bits, (tokens,), 90, 140) & np.uint32(0x7FFFFFFF)
-        scale[3::19], scale[4::23], scale[5::29] = 0x7FC00000, 0, 0x00000123
-        check = exact.digest([content, rope, scale])
-        cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
-        exact.fill(cache, content, rope, scale)
+    shape += [problem.heads] if record.rows else []
+    dtype, width = DTYPES[spec.in_dtype], record.content.count
+    both = draw.full(*shape, record.channels, value=UNTOUCHED, dtype=dtype)
+    out = both[..., :width], both[..., width:]
+    if problem.apart:
+        out = out[0].contiguous(), out[1].contiguous()
+    return {**cache, **where, **dict(zip(_names(spec), out))}
+
+
+def _few(spec: VariantSpec, problem: Tokens, _draw: Draw) -> tuple[dict[str, Tensor], Tensor]:
+    """Tokens in shuffled pages; those that nobody asks for are NaN."""
+    lengths, size, style = tuple(problem.lengths), problem.page_size, problem.style
+    if FORMATS[spec.cache_dtype].rows:
+        dtype, heads = DTYPES[spec.cache_dtype], problem.heads
+        found = samples.filled_rows(lengths, size, dtype, heads, strided=bool(style))
+    elif FORMATS[spec.cache_dtype].named:
+        found = samples.filled_bytes(spec.cache_dtype, lengths, size, strided=bool(style))
+    else:
+        found = samples.filled_cache(lengths, size, str(style))
+    return samples.planes(found[0]), found[1]
+
+
+def _any(spec: VariantSpec, problem: Tokens, draw: Exact) -> tuple[dict[str, Tensor], Tensor]:
+    """Any codes and bits, NaN too; pages outside of the pool."""
+    pages, size, bits, record = 6, problem.page_size, draw.bits(), FORMATS[spec.cache_dtype]
+    cache = draw.cache(spec.cache_dtype, pages, size, problem.heads, int(problem.style))
+    if record.rows:
+        codes = bits.below(1 << 16, cache["kv"].shape).astype(np.uint16)
+        fields = [exact.from_bits(codes, spec.cache_dtype)]
     elif record.named:
-        rows = bits.below(256, (pages, page_size, 1, record.token_bytes)).astype(np.uint8)
+        rows = bits.below(256, cache["kv"].shape).astype(np.uint8)
         if record.zero_scale and record.scale is not None:
             at = record.scale.at
             rows[:, 1::3, 0, at : at + 8] = 0  # of two groups
-        check = exact.digest([rows])
-        pool = exact.bytes_pool(record, pages, page_size, run.device, case.index % 2)
-        cache = {"kv": pool}
-        cache["kv"].copy_(torch.from_numpy(rows))
+        fields = [torch.from_numpy(rows)]
     else:
-        heads = ((1, 3)[case.index % 2],)
-        codes = bits.below(1 << 16, (pages, page_size, *heads, HEAD_DIM_QK)).astype(np.uint16)
-        check = exact.digest([codes])
-        style = spec.cache_dtype, run.device, case.index % 3
-        cache = {"kv": exact.rows_pool(pages, page_size, heads[0], *style)}
-        cache["kv"].copy_(exact.from_bits(codes, spec.cache_dtype))
-    selector, lead = _recorded_selector(spec, bits, tokens, page_size)
-    both = run.full((*lead, *heads, record.channels), 7.0, DTYPES[spec.in_dtype])
-    nope, r = both[..., : record.content.count], both[..., record.content.count :]
-    if case.index % 2 == 0:
-        nope, r = nope.contiguous(), r.contiguous()
-    where = {name: run.there(s) for name, s in selector.items()}
-    outs = _named(spec, (nope, r))
-    run.call(case.variant, **cache, **where, **outs)
-    found = {key[4:]: x for key, x in outs.items()}
-    if heads:  # one plane: one hash
-        found = {"kv": torch.cat([nope, r], -1)}
-    count = int(np.prod(lead))
-    return Recorded(check, {k: exact.bits_of(x).reshape(count, -1) for k, x in found.items()})
+        tokens = pages * size
+        content = bits.below(256, (tokens, KV_LORA_RANK)).astype(np.uint8)  # NaN codes too
+        rope = (exact.float_fields(bits, (tokens, QK_ROPE_HEAD_DIM), 90, 150) >> 16).astype(
+            np.uint16
+        )
+        rope[::37, 3], rope[1::41, 9], rope[2::43, 1] = 0x7FC1, 0xFF80, 0x0001
+        scale = exact.float_fields(bits, (tokens,), 90, 140) & np.uint32(0x7FFFFFFF)
+        scale[3::19], scale[4::23], scale[5::29] = 0x7FC00000, 0, 0x00000123
+        numbers = torch.from_numpy(scale.view(np.float32))
+        fields = [torch.from_numpy(content), exact.from_bits(rope, "bf16"), numbers]
+    draw.identify_by(bits=fields)
+    for plane, field in zip(cache.values(), fields, strict=True):
+        plane.copy_(field.view(plane.shape))
+    return cache, draw.i32([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]])
 
 
-def _recorded_selector(
-    spec: VariantSpec, bits: Bits, tokens: int, page_size: int
-) -> tuple[dict[str, exact.Array], tuple[int, ...]]:
-    """(arguments that select tokens, leading dimensions of a fetch's result)."""
-    if spec.mode == "indices":
-        index = bits.below(tokens, (90,)).astype(exact.WIDTH[spec.index_dtype])
-        index[7], index[11], index[40] = -1, tokens, 2**31 - 1
-        if spec.index_dtype == "i64":
-            index[50], index[51] = 2**32 + 1, 1 - 2**32
-        return {"indices": index}, (90,)
-    table = np.array([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]], np.int32)
-    if spec.mode == "pages":
-        lengths = np.array([page_size * 2 + 7, page_size, 0], np.int32)
-        return {"block_table": table, "cache_seqlens": lengths}, (3, page_size * 2 + 9)
-    begins = np.array([0, page_size + 9, page_size + 9, 2 * page_size + 30], np.int32)
-    starts = np.array([page_size - 3, 5, 2 * page_size - 11], np.int32)
-    selector = {"block_table": table, "cu_seqlens": begins, "seq_starts": starts}
-    return selector, (2 * page_size + 37,)
+def _all(spec: VariantSpec, problem: Tokens, draw: Draw) -> tuple[dict[str, Tensor], Tensor]:
+    """Random tokens in pages in random order."""
+    b, end = len(problem.lengths), max(problem.lengths) + max(problem.starts)
+    table = draw.page_ids(b, -(-end // problem.page_size))
+    return draw.cache(spec.cache_dtype, table.numel(), problem.page_size), table
 
 
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def _used(problem: Tokens, _draw: Draw, table: Tensor, _room: int) -> Tensor:
+    """Slots of all tokens, sequence by sequence."""
+    size = problem.page_size
+    at = [samples.places(row, n, size) for row, n in zip(table, problem.lengths, strict=True)]
+    return torch.cat([pages * size + offsets for pages, offsets in at])
+
+
+def _some(problem: Tokens, draw: Draw, table: Tensor, room: int) -> Tensor:
+    """Slots of twelve tokens."""
+    used = _used(problem, draw, table, room)
+    return used[draw.order(len(used))[:12]]
+
+
+def small(spec: VariantSpec) -> Iterator[Tokens]:
+    """Each layout; packed chunks start in mid-page, have no pages, no rows, the end of a page."""
+    form, size = FORMATS[spec.cache_dtype], 16
+    made: dict[str, dict[str, Any]] = {name: {"style": name} for name in layouts.LAYOUTS}
+    if form.rows:
+        made = {"rows": {}, "3 heads": {"heads": 3, "style": 1}}
+    elif form.named:
+        made, size = {"rows": {}, "strided rows": {"style": 1}}, 7  # a warp's tokens lie in two
+    for i, (name, layout) in enumerate(made.items()):
+        yield Tokens(
+            cache=_few, page_size=size, lengths=(20, 0, 33, 33), tokens=40,
+            begins=(0, 17, 19, 19, 38), starts=() if i == 1 else (3, 1, 5, 14), total=41,
+            slots=_some, outside=range(7, 12), apart=i < len(made) - 1, **layout, note=name,
+        )  # fmt: skip
+
+
+def recorded(draw: Exact) -> Iterator[Tokens]:
+    """Chunks and lengths about the ends of pages."""
+    form, third = FORMATS[draw.case.spec.cache_dtype], draw.case.index % 3
+    size = ((13, 64, 21) if form.named else (16, 64, 128))[third]
+    yield Tokens(
+        cache=_any, page_size=size, heads=(1, 3)[draw.odd] if form.rows else 1,
+        style=draw.odd if form.named else third, lengths=(2 * size + 7, size, 0),
+        tokens=2 * size + 9, begins=(0, size + 9, size + 9, 2 * size + 30),
+        starts=(size - 3, 5, 2 * size - 11), total=2 * size + 37,
+        slots=lambda _problem, draw, _table, room: draw.below(room, 90),
+        outside=(7, 11, 40, 50, 51), apart=not draw.odd,
+    )  # fmt: skip
+
+
+def _rows(spec: VariantSpec, given: Mapping[str, Any]) -> exact.Rows:
+    """Rows of results; of the caches that are one plane one row."""
+    found = {name[4:]: given[name] for name in _names(spec)}
+    if FORMATS[spec.cache_dtype].rows:
+        found = {"kv": torch.cat(_outs(given), -1).flatten(-2)}
+    return {name: exact.bits_of(x).reshape(-1, x.shape[-1]) for name, x in found.items()}
+
+
+def sized(spec: VariantSpec, sizes: Sizes) -> Tokens:
     """All tokens of sequences whose pages lie in random order; packed chunks begin in mid-page and
     are uneven: one is longer, the next shorter by as much."""
-    source, b, each = Random(device, seed), sizes.batch, sizes.tokens
+    b, each = sizes.batch, sizes.tokens
     start, uneven = (STARTS, min(UNEVEN, each)) if spec.mode == "ragged" else (0, 0)
     counts = [each + (uneven if i % 2 else -uneven) * (i < b // 2 * 2) for i in range(b)]
-    width = -(-(start + each + uneven) // PAGE)
-    table = source.order(b * width).int().view(b, width)
-    given: dict[str, Any] = source.planes(b * width, PAGE, spec.cache_dtype)
-    lead: tuple[int, ...] = (b * each,)
-    if spec.mode == "pages":
-        lead = (b, each)
-        given |= {"block_table": table, "cache_seqlens": source.i32(counts)}
-    elif spec.mode == "indices":
-        within = torch.arange(PAGE, device=device)
-        slots = (table.long()[..., None] * PAGE + within).view(b, -1)[:, :each].flatten()
-        given["indices"] = slots.to(INDEX[spec.index_dtype])
-    else:
-        begins = [0, *np.cumsum(counts).tolist()]
-        chunks = {"cu_seqlens": source.i32(begins), "seq_starts": source.i32([start] * b)}
-        given |= {"block_table": table, **chunks}
-    record = FORMATS[spec.cache_dtype]
-    heads, width = (1,) if record.rows else (), record.content.count
-    both = source.full(*lead, *heads, record.channels, dtype=DTYPES[spec.in_dtype])
-    return {**given, **_named(spec, (both[..., :width], both[..., width:]))}
+    return Tokens(
+        cache=_all, page_size=PAGE, lengths=counts, tokens=each,
+        begins=[0, *itertools.accumulate(counts)], starts=[start] * b, total=b * each,
+        slots=_used,
+    )  # fmt: skip
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -232,8 +253,10 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 
 _MODES = ("pages", "indices", "ragged")
-WORKLOAD = Workload(
-    small, bit_for_bit, recorded, sized, truth, public, moved,
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=small, recorded=recorded, sized=sized,
+    results=lambda spec, problem: {f"{x[4:]} of {problem.note}": x for x in _names(spec)},
+    rows=_rows, public=public, moved=moved,
     bench={
         "fetch_dequant": {
             **{mode: {"mode": mode} for mode in _MODES},

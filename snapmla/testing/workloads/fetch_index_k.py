@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsl_kernels.formats.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa.fetch import fetch_index_k
+from snapmla.indexer.fetch_index_k import fetch_index_k
 from snapmla.testing import index_tables
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import DTYPES, INDEX, Sizes, bit_for_bit
@@ -144,9 +144,9 @@ def small(spec: VariantSpec) -> Iterator[Stored]:
         yield replace(problem, from_start=problem.from_start and spec.mode == "ragged")
 
 
-def recorded(draw: Exact) -> Stored:
+def recorded(draw: Exact) -> Iterator[Stored]:
     """Any bytes and scales."""
-    return Stored(pages=PAGES + 1, told=_any, page_gap=16 * draw.odd, gap=16 * draw.odd)
+    yield Stored(pages=PAGES + 1, told=_any, page_gap=16 * draw.odd, gap=16 * draw.odd)
 
 
 def sized(_spec: VariantSpec, sizes: Sizes) -> Stored:

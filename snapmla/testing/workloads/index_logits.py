@@ -201,7 +201,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
-    """``snapmla.dsa.index_logits``."""
+    """``snapmla.indexer.index_logits``."""
     shape = (len(given["cache_seqlens"]), given["s_q"], spec.heads)
     q = given["q"].view(torch.float8_e4m3fn).view(*shape, INDEX_DIM)
     rest = given["cache"], given["block_table"], given["cache_seqlens"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.index_tables import rows_tables
-from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Sizes, bit_for_bit
 from snapmla.testing.workloads.draw import Draw
 from snapmla.testing.workloads.exact import Exact
-from snapmla.testing.workloads.problem import Problem, workload
+from snapmla.testing.workloads.problem import Problem, hashed, workload
 from snapmla.testing.workloads.samples import PAGE
 
 RESULTS = {"lengths": "lengths", "tables": "tables"}
@@ -90,11 +89,11 @@ SMALL = (
 )  # fmt: skip
 
 
-def recorded(draw: Exact) -> Table:
+def recorded(draw: Exact) -> Iterator[Table]:
     """Ragged queries of 20 sequences."""
     begins = [0, *draw.below(9, 20).cumsum(0).tolist()]
     lengths = draw.below(800, 20).tolist()
-    return Table(
+    yield Table(
         lengths=lengths, width=11, rows=begins[-1] + 3, begins=begins, columns=11, ids=1 << 20
     )  # fmt: skip
 
@@ -115,7 +114,5 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 WORKLOAD = workload(
     bit_for_bit, truth, arguments, small=lambda _: SMALL, recorded=recorded, sized=sized,
-    results=lambda *_: RESULTS,
-    rows=lambda _, given: exact.hashes_of([[given[name] for name in RESULTS]], "rows"),
-    moved=moved,
+    results=lambda *_: RESULTS, rows=hashed("rows", *RESULTS), moved=moved,
 )  # fmt: skip

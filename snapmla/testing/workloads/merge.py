@@ -129,7 +129,7 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
 
 
 WORKLOAD = workload(
-    judge, truth, arguments, small=lambda _: SMALL, recorded=lambda draw: RECORDED[draw.odd],
+    judge, truth, arguments, small=lambda _: SMALL, recorded=lambda draw: [RECORDED[draw.odd]],
     sized=sized, results=named("out", "lse"),
     rows=lambda _, given: exact.rows_of(given["out"], given["lse"]),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 import snapmla
 from dsl_kernels.formats.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
-from snapmla.merge import MAX_LIST
+from snapmla.dense.merge import MAX_LIST
 from snapmla.testing import metrics, reference
 from snapmla.testing.comparison import MIMIC_FACTOR
 from snapmla.testing.workloads import exact
@@ -116,14 +116,14 @@ def small(spec: VariantSpec) -> Iterator[Parts]:
         yield Parts(parts=n, batch=2, s_q=3, heads=5, plant=_empty, apart=True, in_place=in_place)
 
 
-def recorded(draw: Exact) -> Parts:
+def recorded(draw: Exact) -> Iterator[Parts]:
     """Parts of which some are empty, of either sign, over values that are NaN or infinite."""
     spec = draw.case.spec
     n = {"pair": 2, "list": (3, 8)[draw.odd], "stack": (5, 19)[draw.odd]}[spec.mode]
     b, s_q, heads = ((3, 2, 5), (1, 7, 3))[draw.odd]
     if spec.d_v != KV_LORA_RANK:
         heads = 4  # the record has rows of 512 values: of these, several
-    return Parts(parts=n, batch=b, s_q=s_q, heads=heads, plant=_awkward)
+    yield Parts(parts=n, batch=b, s_q=s_q, heads=heads, plant=_awkward)
 
 
 def sized(spec: VariantSpec, sizes: Sizes) -> Parts:

@@ -155,7 +155,7 @@ def workload(  # type: ignore[no-untyped-def]
     of: Of, grads: Callable[[Call], dict[str, Tensor]], results: tuple[str, ...],
     behind: Callable[[Of, VariantSpec], Iterator[Call]],
 ):  # fmt: skip
-    """Workload of mha_dq or mha_dkv: ``of`` makes arguments, ``grads`` names a call's gradients."""
+    """Workload of mha_dq or mha_dkv: ``of`` makes arguments, ``grads`` gives gradients by name."""
     return Workload(
         lambda spec: calls(of, spec), lambda _spec, given: judged(grads, given),
         lambda case, run: recorded(of, results, case, run),

@@ -3,24 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-from torch import Tensor
+import torch
 
-from dsl_kernels.formats.mha_list import ROWS, WIDTHS, SplitRoom, most_tiles
+from dsl_kernels.formats.mha_list import ROWS, WIDTHS
 from dsl_kernels.spec import VariantSpec
-from snapmla.testing.mha_job import MhaJob, offsets, work_of
-from snapmla.testing.mha_split_job import SplitJob, merged, split_work
+from snapmla.testing.mha_job import MhaJob
+from snapmla.testing.mha_split_job import SplitJob, merged
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload, decoded
-from snapmla.testing.workloads.exact import Array, Case, Recorded, Runner
+from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, decoded
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Made, Problem, unnamed, workload
 from snapmla.testing.workloads.samples import Random
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
+@dataclass(frozen=True)
+class Prompts(Problem):
+    """Prompts of ragged lengths; ``job``: (spec, draw) -> their numbers."""
+
+    job: Callable[[VariantSpec, Any], MhaJob]
+
+
+def arguments(spec: VariantSpec, problem: Prompts, draw: Draw) -> Made:
+    """Arguments by name, as the job lays them out."""
+    job = problem.job(spec, draw)
+    return Made(job.arguments(), job)
+
+
+def kind_of(spec: VariantSpec) -> type[MhaJob]:
+    """The job of a variant's calls."""
+    return SplitJob if spec.keys == "split" else MhaJob
+
+
+def _few(
+    lq: Sequence[int], lk: Sequence[int], heads: int = 1, wild: bool = False, bad: int = 0,
+    **how: Any,
+) -> Prompts:  # fmt: skip
+    """A problem of a small call.
+
+    Args:
+        heads: of queries. bad: keys of the second sequence are ``behind``, too, from that one on.
+        wild: as ``wild_values`` has them.
+    """
+
+    def job(spec: VariantSpec, _draw: Draw) -> MhaJob:
+        made = kind_of(spec).draw(spec, lq, lk, heads, 1, **how)
+        if bad:
+            for rows in (*made.ks, made.v):
+                rows[bad : bad + lk[1]] = how["behind"]
+        return wild_values(made) if wild else made
+
+    return Prompts(job)
+
+
+def small(spec: VariantSpec) -> Iterator[Prompts]:
     """A neighbour of NaN or 1e30 behind each ragged end, rows without keys, more queries than keys;
     of causal row tiles one ends with a tile of keys that is the sequence's as a whole, and the one
     before it is masked, too, for some rows without moving their frame;
@@ -36,18 +77,12 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         lq, lk = [140, 0, 40, 9], [_just_whole(spec), 33, 20, 30]
         if not causal:
             lq, lk = [20, 0, 3, 2, 2, 2], [420, 40, 0, 0, 0, 0]
-        job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
-        for rows in (*job.ks, job.v):
-            rows[lk[0] : lk[0] + lk[1]] = bad
-        yield Call(job.arguments(), {}, job=job)
-    job = MhaJob.draw(spec, (3, 2, 2, 2), (0, 0, 0, 0), 2, 1)
-    yield Call(job.arguments(), {}, job=job)
-    job = wild_values(MhaJob.draw(spec, (20, 9, 8, 4), (spec.key_tile + 20, 9, 5, 4), 1, 1, ctas=1))
-    yield Call(job.arguments(), {}, job=job)
+        yield _few(lq, lk, 2, bad=lk[0], causal=causal, spread=spread, behind=bad)
+    yield _few((3, 2, 2, 2), (0, 0, 0, 0), 2)
+    yield _few((20, 9, 8, 4), (spec.key_tile + 20, 9, 5, 4), wild=True, ctas=1)
     if spec.arch == "sm_100a":
         lk = [spec.key_tile + 20, 2 * spec.key_tile + 20, 4]
-        job = wild_values(MhaJob.draw(spec, (40, 40, 0), lk, 1, 1, ctas=3))
-        yield Call(job.arguments(), {}, job=job)
+        yield _few((40, 40, 0), lk, wild=True, ctas=3)
 
 
 Job = TypeVar("Job", bound=MhaJob)
@@ -72,16 +107,12 @@ def _just_whole(spec: VariantSpec) -> int:
     return -(-254 // spec.key_tile) * spec.key_tile + 10
 
 
-def _small_split(spec: VariantSpec) -> Iterator[Call]:
+def _small_split(spec: VariantSpec) -> Iterator[Prompts]:
     """Two CTAs; one, which has three tiles of V to clear and so notes in a slot that was freed."""
-    for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk, ctas = [3, 0, 140], [1950, 33, _just_whole(spec)], 2
-        if not causal:
-            lq, lk, ctas = [5, 20, 3, 2, 2, 2], [40, 2050, 30, 0, 0, 0], 1
-        job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad, ctas=ctas)
-        yield Call(job.arguments(), {}, job=job)
-    job = wild_values(SplitJob.draw(spec, [20, 9], [1960, 9], 1, 1, ctas=1))
-    yield Call(job.arguments(), {}, job=job)
+    yield _few([3, 0, 140], [1950, 33, _just_whole(spec)])
+    how: dict[str, Any] = {"causal": False, "spread": 8.0, "behind": 1e30, "ctas": 1}
+    yield _few([5, 20, 3, 2, 2, 2], [40, 2050, 30, 0, 0, 0], **how)
+    yield _few([20, 9], [1960, 9], wild=True, ctas=1)
 
 
 def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
@@ -92,77 +123,51 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
     return Result(all(errors.right for errors in found), "; ".join(map(str, found)))
 
 
-def _rows(case: Case, bits: exact.Bits, tokens: int, heads: int, width: int) -> Array:
-    """(tokens + 5, heads, width) float32: NaN behind the last token; some rows 16 times as large,
-    so that frames move."""
-    rows = exact.bell(bits, (tokens, heads, width), bits.below(2, (tokens, 1, 1)) - 1)
-    if case.index % 3 == 1:
-        rows *= np.where(bits.below(24, (tokens, 1, 1)) == 0, np.float32(16), np.float32(1))
-    out = np.full((tokens + 5, heads, width), np.nan, np.float32)
-    out[:tokens] = rows
-    return out
-
-
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Ragged prompts with prefixes, rows without keys, both masks; two KV heads."""
-    spec, bits, dtype = case.spec, case.bits(), DTYPES[case.spec.dtype]
+def _ragged(spec: VariantSpec, draw: Exact) -> MhaJob:
+    """Numbers of a recorded case: ragged prompts with prefixes, rows without keys, both masks; two
+    KV heads; NaN behind the last token; some rows 16 times as large, so that frames move."""
+    bits, made = draw.bits(), []
     lq = [int(x) for x in bits.below(200, (3,))]
     lk = [max(0, n + int(x) - 60) for n, x in zip(lq, bits.below(400, (3,)))]
-    split = spec.keys == "split"
-    if split:
-        lq[0], lk[0] = lq[0] % 128 + 1, lk[0] + 2200
-    t_q, t_k, heads, kv_heads, causal = sum(lq), sum(lk), 4, 2, case.index % 2 == 0
-    made = [_rows(case, bits, t_q, heads, spec.d_qk)]
-    made += [_rows(case, bits, t_k, h, w) for h, w in zip((kv_heads, 1), WIDTHS[spec.d_qk])]
-    made.append(_rows(case, bits, t_k, kv_heads, spec.d_v))
-    q, *ks, v = (exact.as_tensor(x, dtype, run.device) for x in made)
-    out = run.full((t_q + 5, heads, spec.d_v), 5.0, dtype)
-    lse = run.full((heads, t_q + 5), 5.0)
-    partial: dict[str, Tensor] = {}
-    work = work_of(lq, lk, causal, t_q + 5)
-    if split:
-        room = SplitRoom.of(t_q + 5, len(lq), t_k + 5)
-        work = split_work(lq, lk, causal, room)
-        partial["partial_out"] = run.full((room.rows, heads, spec.d_v), 5.0)
-        partial["partial_lse"] = run.full((room.rows, heads), 5.0)
-    run.call(
-        case.variant, q=q, **dict(zip(("k_nope", "k_rope"), ks)), v=v,
-        cu_seqlens_q=offsets(lq).to(run.device), cu_seqlens_k=offsets(lk).to(run.device),
-        work=work.to(run.device), out=out, lse=lse, **partial,
-        softmax_scale=exact.SOFTMAX_SCALE, causal=int(causal), ctas=3,
-    )  # fmt: skip
-    if split:
-        whole = merged(lq, lk, out.cpu(), lse.cpu(), [x.cpu() for x in partial.values()])
-        out, lse = (x.float().to(run.device) for x in whole)
-    return exact.results(made, out[None], lse[None])
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """Prompts of ``sizes.s_q`` new tokens behind a prefix, ``sizes.tokens`` keys in all."""
-    source, dtype = Random(device, seed), DTYPES[spec.dtype]
-    lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
-    t_q, t_k, h = sum(lq), sum(lk), sizes.heads
-    widths = zip(("k_nope", "k_rope"), (h, 1), WIDTHS[spec.d_qk])
-    keys = {name: source.normal(t_k, n, width, dtype=dtype) for name, n, width in widths}
-    tables: dict[str, Tensor] = {
-        "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk), "work": work_of(lq, lk, True)
-    }  # fmt: skip
-    partial: dict[str, Tensor] = {}
-    entries = most_tiles(t_q, sizes.batch)
     if spec.keys == "split":
-        room = SplitRoom.of(t_q, sizes.batch, t_k)
-        tables["work"], entries = split_work(lq, lk, True, room), room.entries
-        partial["partial_out"] = source.full(room.rows, h, spec.d_v)
-        partial["partial_lse"] = source.full(room.rows, h)
-    return {
-        "q": source.normal(t_q, h, spec.d_qk, dtype=dtype), **keys,
-        "v": source.normal(t_k, h, spec.d_v, dtype=dtype),
-        **{name: table.to(device) for name, table in tables.items()},
-        "out": source.full(t_q, h, spec.d_v, dtype=dtype),
-        "lse": source.full(h, t_q), **partial,
-        "softmax_scale": spec.d_qk**-0.5, "causal": 1,
-        "ctas": min(sizes.parts, max(1, entries) * h),
-    }  # fmt: skip
+        lq[0], lk[0] = lq[0] % 128 + 1, lk[0] + 2200
+    widths = [(lq, 4, spec.d_qk), *((lk, h, w) for h, w in zip((2, 1), WIDTHS[spec.d_qk]))]
+    for lengths, heads, width in (*widths, (lk, 2, spec.d_v)):
+        n = sum(lengths)
+        rows = exact.bell(bits, (n, heads, width), bits.below(2, (n, 1, 1)) - 1)
+        if draw.case.index % 3 == 1:
+            rows *= np.where(bits.below(24, (n, 1, 1)) == 0, np.float32(16), np.float32(1))
+        behind = np.full((5, heads, width), np.nan, np.float32)
+        made.append(torch.from_numpy(np.concatenate([rows, behind])))
+    draw.identify_by(*made)
+    q, *ks, v = (draw.there(x, DTYPES[spec.dtype]) for x in made)
+    scale, causal = exact.SOFTMAX_SCALE, not draw.odd
+    return kind_of(spec)(q, tuple(ks), v, tuple(lq), tuple(lk), causal, scale, 3, fill=5.0)
+
+
+def _whole(spec: VariantSpec, given: Mapping[str, Any]) -> exact.Rows:
+    """Rows and their LSE, of split keys behind the merge."""
+    out, lse = given["out"], given["lse"]
+    if spec.keys == "split":
+        lq, lk = (given[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        partial = [given[name].cpu() for name in ("partial_out", "partial_lse")]
+        out, lse = (x.float() for x in merged(lq, lk, out.cpu(), lse.cpu(), partial))
+    return exact.rows_of(out, lse)
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Prompts:
+    """Prompts of ``sizes.s_q`` new tokens behind a prefix, ``sizes.tokens`` keys in all."""
+    return Prompts(lambda spec, draw: long_job(spec, draw, sizes))
+
+
+def long_job(spec: VariantSpec, draw: Random, sizes: Sizes) -> MhaJob:
+    """Normal numbers of a call as large as in service."""
+    lq, lk = (sizes.s_q,) * sizes.batch, (sizes.tokens,) * sizes.batch
+    dtype, t_k, h = DTYPES[spec.dtype], sum(lk), sizes.heads
+    ks = tuple(draw.normal(t_k, n, w, dtype=dtype) for n, w in zip((h, 1), WIDTHS[spec.d_qk]))
+    q = draw.normal(sum(lq), h, spec.d_qk, dtype=dtype)
+    v = draw.normal(t_k, h, spec.d_v, dtype=dtype)
+    return kind_of(spec)(q, ks, v, lq, lk, True, spec.d_qk**-0.5, sizes.parts)
 
 
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
@@ -178,4 +183,7 @@ def tiles(_spec: VariantSpec, call: Call) -> int:
     return int(call.job.tiles)
 
 
-WORKLOAD = Workload(small, judge, recorded, sized, moved=moved, tiles=tiles)
+WORKLOAD = workload(
+    judge, None, arguments, small=small, recorded=lambda _: [Prompts(_ragged)], sized=sized,
+    results=unnamed, rows=_whole, moved=moved, tiles=tiles,
+)  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
-import torch
 
 from dsl_kernels.formats.mha_list import (
     ENTRY_WORDS,
@@ -23,28 +21,12 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_job import key_tiles, offsets, row_tiles
 from snapmla.testing.mha_split_job import entry_tiles, lists_of
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Random
+from snapmla.testing.workloads.call import Call, Result, Sizes
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Problem, workload
 
 BINS = 1024  # of the kernel's counting sort: which orders longer lists less finely
-
-
-def _given(lq: Sequence[int], lk: Sequence[int], causal: bool, spec: VariantSpec) -> dict[str, Any]:
-    """Arguments; the workspace full of -7."""
-    words, room = workspace_words(sum(lq), len(lq)), room_of(lq, lk)
-    more: dict[str, Any] = {}
-    if spec.keys == "split":
-        words, more = room.list_words, {"most_splits": room.splits, "partial_rows": room.rows}
-    if spec.lists == "backward":
-        more = {"max_seqlen_q": max(lq, default=0)}
-        size = (workspace_words(sum(lk), len(lk)),)
-        more["key_work"] = torch.full(size, -7, dtype=torch.int32)
-    return {
-        "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk),
-        "work": torch.full((words,), -7, dtype=torch.int32), "causal": int(causal),
-        "max_seqlen_k": max(lk, default=0), **more,
-    }  # fmt: skip
 
 
 def room_of(lq: Sequence[int], lk: Sequence[int]) -> SplitRoom:
@@ -52,28 +34,54 @@ def room_of(lq: Sequence[int], lk: Sequence[int]) -> SplitRoom:
     return SplitRoom.of(sum(lq), len(lq), sum(lk))
 
 
+@dataclass(frozen=True)
+class Prompts(Problem):
+    """Query tokens and keys of each sequence."""
+
+    lq: Sequence[int]
+    lk: Sequence[int]
+    causal: bool = True
+
+
+def arguments(spec: VariantSpec, problem: Prompts, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; the workspace full of -7."""
+    lq, lk = problem.lq, problem.lk
+    draw.identify_by(draw.i32(lq), draw.i32(lk))
+    room, more = room_of(lq, lk), {}
+    words = {"work": workspace_words(sum(lq), len(lq))}
+    if spec.keys == "split":
+        words["work"] = room.list_words
+        more = {"most_splits": room.splits, "partial_rows": room.rows}
+    if spec.lists == "backward":
+        words["key_work"] = workspace_words(sum(lk), len(lk))
+        more = {"max_seqlen_q": max(lq, default=0)}
+    return {
+        "cu_seqlens_q": draw.there(offsets(lq)), "cu_seqlens_k": draw.there(offsets(lk)),
+        **draw.blank(**{name: (n,) for name, n in words.items()}), "causal": int(problem.causal),
+        "max_seqlen_k": max(lk, default=0), **more,
+    }  # fmt: skip
+
+
 SMALL = (
-    ((300, 0, 5, 129, 128), (300, 7, 1000, 129, 0), True),
-    ((300, 0, 5, 129, 128), (300, 7, 1000, 129, 0), False),
-    ((1,) * 70, tuple(range(0, 7000, 100)), True),
-    ((500, 900, 40), (300000, 900, 299000), True),  # beyond BINS tiles: costs in twos and more
-    ((4000, 6000), (4000, 6000), True),
-    ((), (), True),
+    Prompts((300, 0, 5, 129, 128), (300, 7, 1000, 129, 0)),
+    Prompts((300, 0, 5, 129, 128), (300, 7, 1000, 129, 0), False),
+    Prompts((1,) * 70, range(0, 7000, 100)),
+    Prompts((500, 900, 40), (300000, 900, 299000)),  # beyond BINS tiles: costs in twos and more
+    Prompts((4000, 6000), (4000, 6000)),
+    Prompts((), ()),
 )
 # Of split keys, beside those: 0 to 8 pieces of 1 to 5 row tiles, and just too few keys for two
 SPLIT = (
-    ((128, 129, 512, 513, 0, 7), (1921, 4096, 8192, 60000, 9999, 1920), True),
-    ((384, 1, 256, 300), (7041, 2**20, 4000, 90000), False),
-    ((1,) * 600, (2000, 30) * 300, True),  # more sequences than threads
+    Prompts((128, 129, 512, 513, 0, 7), (1921, 4096, 8192, 60000, 9999, 1920)),
+    Prompts((384, 1, 256, 300), (7041, 2**20, 4000, 90000), False),
+    Prompts((1,) * 600, (2000, 30) * 300),  # more sequences than threads
 )
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
+def small(spec: VariantSpec) -> Iterator[Prompts]:
     """Lengths 0 on either side, many sequences, few, none; long keys."""
-    for lq, lk, causal in (*SMALL, *(SPLIT if spec.keys == "split" else ())):
-        given = _given(lq, lk, causal, spec)
-        results = {str(name): str(name) for name in ("work", "key_work") if name in given}
-        yield Call(given, results, job=(lq, lk, causal), note=str(lq))
+    for problem in (*SMALL, *(SPLIT if spec.keys == "split" else ())):
+        yield replace(problem, note=str(problem.lq))
 
 
 def wrong(
@@ -81,8 +89,8 @@ def wrong(
 ) -> str:
     """A sentence that says what is wrong with a work list; empty if nothing is.
 
-    A sequence's row tiles must be adjacent, the last one first.  The sequence whose last row tile
-    sees the most keys must come first.
+    A sequence's row tiles must be adjacent, the last one first.  Sequences must descend by the key
+    tiles that their last row tile sees, as the kernel's bins count them.
 
     Args:
         work: words of the workspace.
@@ -138,7 +146,8 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
     """Every row tile (every piece) once, in order."""
     bad = []
     for call in calls:
-        work, (lq, lk, causal) = call.arguments["work"].tolist(), call.job
+        work, problem = call.arguments["work"].tolist(), call.job
+        lq, lk, causal = problem.lq, problem.lk, problem.causal
         if spec.keys == "split":
             reason = wrong_split(work, lq, lk, causal, room_of(lq, lk))
             bad += [f"{call.note}: {reason}"] if reason else []
@@ -156,44 +165,30 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
     return Result(not bad, "; ".join(bad) or "every row tile once, the longest sequence's first")
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Random lengths; of the list, whose order among equals is open, the sorted tiles."""
-    bits, found, seen = case.bits(), [], []
+def recorded(draw: Exact) -> Iterator[Prompts]:
+    """Random lengths."""
     for causal in (True, False):
-        lq, lk = (bits.below(700, (9,)).tolist() for _ in range(2))
-        split = case.spec.keys == "split"
-        if split:
-            lk = [n * 30 for n in lk]
-        given = _given(lq, lk, causal, case.spec)
-        given = {n: x.to(run.device) if isinstance(x, torch.Tensor) else x
-                 for n, x in given.items()}  # fmt: skip
-        run.call(case.variant, **given)
-        work, n, width, begin = given["work"], len(row_tiles(lq, lk, causal)), 2, HEADER
-        if split:
-            n, width = len(lists_of(lq, lk, causal).entries), ENTRY_WORDS
-            begin = HEADER + ENTRY_WORDS * room_of(lq, lk).splits + len(lq)
-        tiles = work[begin : begin + width * n].view(n, width).cpu().long()
-        order = (tiles[:, 0] * 4096 + tiles[:, 1]).argsort()
-        if split:
-            order = (tiles[:, 0] * 2**20 + tiles[:, 1] * 16 + tiles[:, 2]).argsort()
-        seen += [np.array(lq, np.int32), np.array(lk, np.int32)]
-        found.append([work[:HEADER], tiles[order].int().flatten().to(run.device)])
-        if case.spec.lists == "backward":
-            of_keys = given["key_work"]
-            found[-1].append(of_keys[:HEADER])
-    return exact.of_problems(seen, found, "tables")
+        lq, lk = (draw.below(700, 9).tolist() for _ in range(2))
+        yield Prompts(lq, [n * 30 for n in lk] if draw.case.spec.keys == "split" else lk, causal)
 
 
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def _rows(spec: VariantSpec, given: Mapping[str, Any]) -> exact.Rows:
+    """Headers, and the sorted tiles of the list, whose order among equals is open."""
+    lq, lk = (given[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    work, causal, begin, width = given["work"].cpu(), bool(given["causal"]), HEADER, 2
+    n = len(row_tiles(lq, lk, causal))
+    if spec.keys == "split":
+        n, width = len(lists_of(lq, lk, causal).entries), ENTRY_WORDS
+        begin += ENTRY_WORDS * room_of(lq, lk).splits + len(lq)
+    tiles = work[begin : begin + width * n].view(n, width)
+    order = sorted(range(n), key=lambda i: tiles[i, :3].tolist())
+    headers = [given[name][:HEADER] for name in ("work", "key_work") if name in given]
+    return exact.hashes_of([[headers[0], tiles[order].flatten(), *headers[1:]]], "tables")
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Prompts:
     """Prompts of ``sizes.s_q`` new tokens, ``sizes.tokens`` keys in all."""
-    source = Random(device, seed)
-    lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
-    given = _given(lq, lk, True, spec)
-    words = len(given["work"])
-    return {
-        **{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in given.items()},
-        "work": source.full(words, dtype=torch.int32),
-    }
+    return Prompts([sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch)
 
 
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
@@ -201,4 +196,12 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return 16.0 * sizes.batch + 8.0 * most_tiles(sizes.batch * sizes.s_q, sizes.batch)
 
 
-WORKLOAD = Workload(small, judge, recorded, sized, moved=moved)
+def _results(spec: VariantSpec, _problem: Prompts) -> dict[str, str]:
+    """Lists that a variant writes."""
+    return {name: name for name in ("work", "key_work")[: 1 + (spec.lists == "backward")]}
+
+
+WORKLOAD = workload(
+    judge, None, arguments, small=small, recorded=recorded, sized=sized, results=_results,
+    rows=_rows, moved=moved,
+)  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,54 +17,83 @@ from snapmla.testing.comparison import MIMIC_FACTOR
 from snapmla.testing.mha_job import offsets
 from snapmla.testing.mha_split_job import merged, split_work
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Random
+from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes
+from snapmla.testing.workloads.draw import Draw, Plant, nothing
+from snapmla.testing.workloads.problem import Problem, named, workload
 
-LQ, LK = (3, 9, 0, 130), (2048, 40, 5000, 4100)  # two pieces, none, no queries, two row tiles
 OWN = 7.0  # of rows that nothing is merged into
 
 
-def _given(spec: VariantSpec, lq: Sequence[int], lk: Sequence[int], heads: int) -> dict[str, Any]:
-    """Arguments but for the partial rows."""
-    room = SplitRoom.of(sum(lq), len(lq), sum(lk))
+@dataclass(frozen=True)
+class Pieces(Problem):
+    """Partial rows of prompts.
+
+    Attributes:
+        lq, lk: query tokens and keys of each sequence.
+        heads, ctas: of query tokens, of the launch.
+        gap: channels before each row of results, whose LSE lie by token then.
+        plant: (draw, partial rows (rows, heads, d_v), their LSE (rows, heads)).
+    """
+
+    lq: Sequence[int]
+    lk: Sequence[int]
+    heads: int
+    ctas: int = 3
+    gap: int = 8
+    plant: Plant = nothing
+
+
+def arguments(spec: VariantSpec, problem: Pieces, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; problems of one draw have the same partial rows."""
+    lq, lk, h, t = problem.lq, problem.lk, problem.heads, sum(problem.lq)
+    room = SplitRoom.of(t, len(lq), sum(lk))
+
+    def drawn() -> tuple[Tensor, Tensor]:
+        rows, lse = draw.rows(room.rows, h, spec.d_v), draw.rows(room.rows, h)
+        problem.plant(draw, rows, lse)
+        draw.identify_by(rows, lse)
+        return draw.there(rows), draw.there(lse)
+
+    rows, row_lse = draw.once("rows", drawn)
+    out = draw.full(t, h, spec.d_v + problem.gap, value=OWN, dtype=DTYPES[spec.dtype])
+    lse = draw.full(t, h, value=OWN).mT if problem.gap else draw.full(h, t, value=OWN)
     return {
-        "cu_seqlens_q": offsets(lq), "work": split_work(lq, lk, True, room),
-        "partial_out": torch.full((room.rows, heads, spec.d_v), math.nan),
-        "partial_lse": torch.full((room.rows, heads), math.nan),
-        "out": torch.full((sum(lq), heads, spec.d_v + 8), OWN).to(DTYPES[spec.dtype])[..., 8:],
-        "lse": torch.full((sum(lq), heads), OWN).mT, "ctas": 3,
+        "cu_seqlens_q": draw.there(offsets(lq)), "work": draw.there(split_work(lq, lk, True, room)),
+        "partial_out": rows, "partial_lse": row_lse, "out": out[..., problem.gap :], "lse": lse,
+        "ctas": problem.ctas,
     }  # fmt: skip
 
 
-def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """fp64 out and lse; what is not split stays."""
-    partial = given["partial_out"], given["partial_lse"]
-    out, lse = merged(LQ, LK, given["out"], given["lse"], partial)
-    return {"out": out, "lse": lse}
+def _unseen(_draw: Draw, rows: Tensor, lse: Tensor) -> None:
+    """Plants rows of the first sequence that see no key in one piece, or in none, under NaN."""
+    lse *= 8
+    lse[1, 0] = lse[[2, 5], 2] = -math.inf
+    rows[1, 0] = rows[[2, 5], 2] = math.nan
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Rows that see no key in one piece, or in none, under NaN; then no split at all."""
-    given = _given(spec, LQ, LK, 3)
-    rows = given["partial_lse"].shape[0]
-    given["partial_out"][:rows] = torch.randn(rows, 3, spec.d_v)
-    given["partial_lse"][:rows] = torch.randn(rows, 3) * 8
-    given["partial_lse"][1, 0] = given["partial_lse"][[2, 5], 2] = -math.inf  # rows of the first
-    given["partial_out"][1, 0] = given["partial_out"][[2, 5], 2] = math.nan
-    yield Call(given, {"out": "out", "lse": "lse"}, truth(spec, given))
-    none = _given(spec, (9,), (40,), 3) | {"partial_out": given["partial_out"]}
-    none["partial_lse"] = given["partial_lse"]
-    unchanged = {name: none[name].double().clone() for name in ("out", "lse")}
-    yield Call(none, {"out": "out", "lse": "lse"}, unchanged)
+def _empty(draw: Draw, _rows: Tensor, lse: Tensor) -> None:
+    """Plants pieces of no key."""
+    lse[draw.below(8, lse.numel()).view_as(lse) == 0] = -math.inf
+
+
+_SPLIT = (3, 9, 0, 130), (2048, 40, 5000, 4100)  # two pieces, none, no queries, two row tiles
+SMALL = [Pieces(*_SPLIT, 3, plant=_unseen), Pieces((9,), (40,), 3)]  # the latter not split at all
+
+
+def sized(_spec: VariantSpec, sizes: Sizes) -> Pieces:
+    """Sequences of ``sizes.s_q`` new tokens and ``sizes.tokens`` keys."""
+    lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
+    return Pieces(lq, lk, sizes.heads, sizes.parts, gap=0)
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
-    """Compares with the truth, rounded to the results' dtype; what is not split keeps its bits."""
+    """Compares with fp64, rounded to the results' dtype; what is not split keeps its bits."""
     error, lse_error, allowed, moved = 0.0, 0.0, 0.0, 0
     for call in calls:
-        out, want = call.pairs["out"]
-        lse, want_lse = call.pairs["lse"]
+        given, prompts = call.arguments, call.job
+        out, lse, *partial = (given[x] for x in ("out", "lse", "partial_out", "partial_lse"))
+        before = torch.full_like(out, OWN), torch.full_like(lse, OWN)
+        want, want_lse = merged(prompts.lq, prompts.lk, *before, partial)
         moved += int((want.eq(OWN) & out.double().ne(OWN)).sum())
         moved += int((torch.isinf(want_lse) != torch.isinf(lse)).sum())
         error = metrics.largest(error, metrics.relative_l2(out, want))
@@ -77,33 +107,6 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
     )
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Pieces of which some are empty."""
-    spec, bits = case.spec, case.bits()
-    given = _given(spec, LQ, LK, 4)
-    rows = given["partial_lse"].shape[0]
-    o, lse = exact.bell(bits, (rows, 4, spec.d_v), 2), exact.bell(bits, (rows, 4), 2)
-    lse[bits.below(8, lse.shape) == 0] = -math.inf
-    given |= {"partial_out": run.there(o), "partial_lse": run.there(lse)}
-    given = {n: x.to(run.device) if isinstance(x, Tensor) else x for n, x in given.items()}
-    run.call(case.variant, **given)
-    return exact.results([o, lse], given["out"].contiguous()[None], given["lse"][None])
-
-
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
-    """Sequences of ``sizes.s_q`` new tokens and ``sizes.tokens`` keys."""
-    source, h = Random(device, seed), sizes.heads
-    lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
-    room = SplitRoom.of(sum(lq), len(lq), sum(lk))
-    return {
-        "cu_seqlens_q": offsets(lq).to(device), "work": split_work(lq, lk, True, room).to(device),
-        "partial_out": source.normal(room.rows, h, spec.d_v, dtype=torch.float32),
-        "partial_lse": source.normal(room.rows, h, dtype=torch.float32),
-        "out": source.full(sum(lq), h, spec.d_v, dtype=DTYPES[spec.dtype]),
-        "lse": source.full(h, sum(lq)), "ctas": sizes.parts,
-    }  # fmt: skip
-
-
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
     """Reads the partial rows of all sequences and writes theirs."""
     room = SplitRoom.of(sizes.batch * sizes.s_q, sizes.batch, sizes.batch * sizes.tokens)
@@ -111,4 +114,9 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return room.rows * sizes.heads * 4.0 * (spec.d_v + 1) + written
 
 
-WORKLOAD = Workload(small, judge, recorded, sized, truth, moved=moved)
+WORKLOAD = workload(
+    judge, None, arguments, small=lambda _: SMALL,
+    recorded=lambda _: [Pieces(*_SPLIT, 4, plant=_empty)], sized=sized,
+    results=named("out", "lse"), rows=lambda _, given: exact.rows_of(given["out"], given["lse"]),
+    moved=moved,
+)  # fmt: skip

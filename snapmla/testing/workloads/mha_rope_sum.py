@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsl_kernels.spec import VariantSpec
-from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, Call, Sizes, Workload, bit_for_bit
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
-from snapmla.testing.workloads.samples import Random
+from snapmla.testing.workloads.call import DTYPES, Call, Sizes, bit_for_bit
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.problem import Problem, hashed, named, workload
 
 
 def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -26,32 +26,44 @@ def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"dk_rope": total.to(out.dtype)}
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Strided rows; one head, two, one of its own group each; a token that is NaN."""
-    for tokens, groups, heads in ((70, 5, 1), (33, 6, 2), (3, 2, 2)):
-        parts = torch.randn(tokens, groups, 68)[..., :64] * 8
+@dataclass(frozen=True)
+class Groups(Problem):
+    """Partial sums of groups of heads.
+
+    Attributes:
+        tokens, groups, heads: extents.
+        size: deviation of the sums.
+        apart: rows have gaps, and a value is NaN.
+    """
+
+    tokens: int
+    groups: int
+    heads: int = 1
+    size: float = 1.0
+    apart: bool = False
+
+
+def arguments(spec: VariantSpec, problem: Groups, draw: Draw) -> dict[str, Any]:
+    """Arguments by name."""
+    n, gap = problem.tokens, 4 * problem.apart
+    parts = draw.rows(n, problem.groups, 64 + gap)[..., :64] * problem.size
+    if gap:
         parts[1, 1, 3] = math.nan
-        out = torch.full((tokens, heads, 72), 7.0).to(DTYPES[spec.dtype])[..., 8:]
-        given = {"parts": parts, "dk_rope": out}
-        yield Call(given, {"dk_rope": "dk_rope"}, truth(spec, given))
+    draw.identify_by(parts)
+    out = draw.full(n, problem.heads, 64 + 2 * gap, value=draw.fill, dtype=DTYPES[spec.dtype])
+    return {"parts": draw.there(parts), "dk_rope": out[..., 2 * gap :]}
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Five groups."""
-    parts = exact.bell(case.bits(), (50, 5, 64), 1)
-    out = run.full((50, 1, 64), 5.0, DTYPES[case.spec.dtype])
-    run.call(case.variant, parts=run.there(parts), dk_rope=out)
-    return exact.of_problems([parts], [[out]], "dk_rope")
+# strided rows; one head, two, one of its own group each
+SMALL = [
+    Groups(tokens, groups, heads, 8.0, apart=True)
+    for tokens, groups, heads in ((70, 5, 1), (33, 6, 2), (3, 2, 2))
+]
 
 
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def sized(_spec: VariantSpec, sizes: Sizes) -> Groups:
     """A group for every four heads."""
-    source, t = Random(device, seed), sizes.batch * sizes.tokens
-    groups = -(-sizes.heads // 4)
-    return {
-        "parts": source.normal(t, groups, 64, dtype=torch.float32),
-        "dk_rope": source.full(t, 1, 64, dtype=DTYPES[spec.dtype]),
-    }
+    return Groups(sizes.batch * sizes.tokens, -(-sizes.heads // 4))
 
 
 def moved(_spec: VariantSpec, sizes: Sizes) -> float:
@@ -61,9 +73,12 @@ def moved(_spec: VariantSpec, sizes: Sizes) -> float:
 
 def behind(spec: VariantSpec) -> Iterator[Call]:
     """The last of the small calls, behind itself."""
-    *_, call = small(spec)
-    yield call
-    yield call
+    *_, call = WORKLOAD.small(spec)
+    yield from (call, call)
 
 
-WORKLOAD = Workload(small, bit_for_bit, recorded, sized, truth, moved=moved, behind=behind)
+WORKLOAD = workload(
+    bit_for_bit, truth, arguments, small=lambda _: SMALL,
+    recorded=lambda _: [Groups(50, 5, 1, 0.5)], sized=sized, results=named("dk_rope"),
+    rows=hashed("dk_rope", "dk_rope"), moved=moved, behind=behind,
+)  # fmt: skip

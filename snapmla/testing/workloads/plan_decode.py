@@ -1,4 +1,8 @@
-"""``plan_decode``: the work list of a step, from its lengths."""
+"""``plan_decode``: the work list of a step, from its lengths.
+
+A call as large as in service asks the library for its plan, with the numbers of a device and its
+tables: it is no problem that a draw lays out.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import snapmla
@@ -16,8 +19,10 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import BALANCE, Cuts, Queries, plan_reference
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import Call, Result, Sizes, Workload, tables, wrong_entries
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
+from snapmla.testing.workloads.call import Call, Result, Sizes, tables, wrong_entries
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Array, Exact
+from snapmla.testing.workloads.problem import Problem, named, workload
 from snapmla.testing.workloads.samples import PAGE, Random
 
 TABLES = tuple(field.name for field in fields(PlanTables))
@@ -43,54 +48,60 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A plan's batch, and its rule; ``queries``: ``lengths``' own."""
+class Step(Problem):
+    """A plan's batch, and its rule.
+
+    Attributes:
+        queries: of ``lengths``.
+        most: tokens of a row of the block table.
+        items: of the work list; 0: room for any plan.
+    """
 
     queries: Queries
-    lengths: Sequence[int] = (3000, 0, 64, 1, 900)
+    lengths: Sequence[int] | Array = (3000, 0, 64, 1, 900)
     parts: int = 5
     token_tile: int = 64
     fixed_overhead: int = 3
     split_tiles: int = 0
     cuts: Cuts = BALANCE
+    most: int = 2048
+    items: int = 0
 
 
-def shapes() -> Iterator[Shape]:
+def arguments(_spec: VariantSpec, problem: Step, draw: Draw) -> dict[str, Any]:
+    """Arguments by name; tables that are written are 0."""
+    queries, split, tile = problem.queries, problem.split_tiles, problem.token_tile
+    lengths, pieces = draw.i32(problem.lengths), 0
+    draw.identify_by(lengths)
+    if split:
+        pieces = -(-problem.most // tile // split)
+    made = vars(PlanTables.empty(len(lengths), problem.parts, queries, pieces, device=draw.device))
+    if problem.items:
+        made["work_items"] = draw.i32([[0] * ITEM_WORDS] * problem.items)
+    return {
+        "cache_seqlens": lengths, "cu_seqlens_q": draw.i32(queries.begins or ()),
+        "row_seqlens": draw.i32(queries.row_seqlens or ()), **made,
+        "max_tokens": problem.most, "token_tile": tile, "fixed_overhead": problem.fixed_overhead,
+        "split_tiles": split, **asdict(problem.cuts),
+        **{name: getattr(queries, name) for name in OWN}, "causal": int(queries.causal),
+    }  # fmt: skip
+
+
+def small(_spec: VariantSpec) -> Iterator[Step]:
     """Even and ragged queries, limits of their own, balanced and fixed splits; a capacity that more
     fills find than there are warps, weighed against one without cuts; such a one of more sequences
     and units than the CTA has threads."""
-    yield Shape(Queries(16, 1, 16))
-    yield Shape(Queries(5, 70, 16, causal=True), token_tile=128, split_tiles=4)
-    yield Shape(Queries(5, 12, 16, causal=True, begins=[0, 3, 3, 4, 11, 11]))
+    yield Step(Queries(16, 1, 16))
+    yield Step(Queries(5, 70, 16, causal=True), token_tile=128, split_tiles=4)
+    yield Step(Queries(5, 12, 16, causal=True, begins=[0, 3, 3, 4, 11, 11]))
     row_seqlens = [(7 * t * t) % 2500 - 3 for t in range(12)]
     queries = Queries(5, 12, 16, begins=[1, 5, 5, 9, 9, 12], row_seqlens=row_seqlens)
-    yield Shape(queries, split_tiles=4)
+    yield Step(queries, split_tiles=4)
     late = (448, 1152, 896, 1472, 1792, 512, 1216)
     cuts = Cuts(tile_ns=870, read_ns=9)
-    yield Shape(Queries(1, 1, 16), late, 6, fixed_overhead=20, cuts=cuts)
+    yield Step(Queries(1, 1, 16), late, 6, fixed_overhead=20, cuts=cuts)
     many = Queries(1, 600, 1, begins=list(range(601)))
-    yield Shape(many, [(i % 7) * 40 for i in range(600)], 13, fixed_overhead=30)
-
-
-def small(spec: VariantSpec) -> Iterator[Call]:
-    """Yields a call for each of ``shapes``, with its truth."""
-    capacity = 2048
-    for shape in shapes():
-        queries, cuts = shape.queries, asdict(shape.cuts)
-        pieces = 0
-        if shape.split_tiles:
-            pieces = -(-capacity // shape.token_tile // shape.split_tiles)
-        made = PlanTables.empty(len(shape.lengths), shape.parts, queries, pieces)
-        given = {
-            **tables(
-                cache_seqlens=shape.lengths, cu_seqlens_q=queries.begins or (),
-                row_seqlens=queries.row_seqlens or (),
-            ),
-            **vars(made), "max_tokens": capacity, "token_tile": shape.token_tile,
-            "fixed_overhead": shape.fixed_overhead, "split_tiles": shape.split_tiles, **cuts,
-            **{name: getattr(queries, name) for name in OWN}, "causal": int(queries.causal),
-        }  # fmt: skip
-        yield Call(given, {name: name for name in TABLES}, truth(spec, given))
+    yield Step(many, [(i % 7) * 40 for i in range(600)], 13, fixed_overhead=30)
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
@@ -104,33 +115,25 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
     return Result(not bad, f"{summary} but for {', '.join(bad)}" if bad else summary)
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
-    """Several problems in one case; a row is one problem."""
-    bits, found, seen = case.bits(), [], []
+def recorded(draw: Exact) -> Iterator[Step]:
+    """Lengths of any size and outside of the table's, balanced and fixed splits."""
+    bits, most = draw.bits(), 65536
     for i in range(12):
-        b = (1, 2, 5, 33, 64, 7)[i % 6]
-        parts = (1, 4, 66, 132, 3, 17)[i // 2 % 6]
-        split_tiles = (0, 0, 3)[i % 3]
+        b, parts = (1, 2, 5, 33, 64, 7)[i % 6], (1, 4, 66, 132, 3, 17)[i // 2 % 6]
         lengths = bits.below((2, 200, 5000, 70000)[i % 4], (b,)).astype(np.int32)
         lengths[bits.below(7, (b,)) == 0] = 0
         lengths[0] = (-5, 2**31 - 1, lengths[0], 64)[i // 3 % 4]
-        pieces = b + (b * 65536 // 64 // split_tiles if split_tiles else parts)
-        shapes = {
-            "work_items": (pieces, ITEM_WORDS), "part_begin": (parts + 1,),
-            "split_begin": (b + 1,), "planned_seqlens": (b,),
-        }  # fmt: skip
-        made = {name: run.full(shape, 0, torch.int32) for name, shape in shapes.items()}
-        run.call(
-            case.variant, cache_seqlens=run.there(lengths), **made, max_tokens=65536,
-            token_tile=64, fixed_overhead=(4, 0, 1)[i % 3], split_tiles=split_tiles,
-            longest_item=0, max_stretches=1, tile_ns=870 * (i % 2), read_ns=9, num_heads=1, s_q=1,
-            unit_rows=1, causal=0,
-            **run.alone("cu_seqlens_q", "row_seqlens", "units", "unit_begin", "row_limits"),
+        yield Step(
+            Queries(1, 1, 1), lengths, parts, PAGE, (4, 0, 1)[i % 3],
+            (0, 0, 3)[i % 3], Cuts(tile_ns=870 * (i % 2), read_ns=9), most,
+            b + (b * most // PAGE // 3 if i % 3 == 2 else parts),
         )  # fmt: skip
-        seen.append(lengths)
-        # the words that are recorded: rows follow from the first
-        found.append([made["work_items"][:, :4], *list(made.values())[1:]])
-    return exact.of_problems(seen, found, "plan")
+
+
+def _rows(_spec: VariantSpec, given: Mapping[str, Any]) -> exact.Rows:
+    """The words that are recorded: an item's rows follow from its first."""
+    names = ("part_begin", "split_begin", "planned_seqlens")
+    return exact.hashes_of([[given["work_items"][:, :4], *(given[x] for x in names)]], "plan")
 
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
@@ -164,6 +167,7 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return 4.0 * sizes.batch
 
 
-WORKLOAD = Workload(
-    small, judge, recorded, sized, truth, public, moved, bench={"plan_decode": {"": {}}}
-)
+WORKLOAD = workload(
+    judge, truth, arguments, small=small, recorded=recorded, sized=None, results=named(*TABLES),
+    rows=_rows, public=public, moved=moved, bench={"plan_decode": {"": {}}},
+)._replace(sized=sized)  # fmt: skip

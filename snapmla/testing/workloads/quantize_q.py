@@ -107,7 +107,7 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 WORKLOAD = workload(
     bit_for_bit, truth, arguments, small=lambda _: (SMALL,),
-    recorded=lambda draw: RECORDED[draw.odd], sized=sized, results=lambda *_: RESULTS, rows=_rows,
+    recorded=lambda draw: [RECORDED[draw.odd]], sized=sized, results=lambda *_: RESULTS, rows=_rows,
     public=public, moved=moved,
     bench={
         "quantize_q": {mode: {"mode": mode} for mode in ("token_head", "token")},

@@ -11,7 +11,7 @@ from dsl_kernels.formats.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_
 from dsl_kernels.formats.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
 from snapmla.testing.record_job import poisoned_rows
 from snapmla.testing.workloads import exact
@@ -48,7 +48,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield Call(job.arguments(), {}, job=job, note=str(shape))
 
 
-def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
+def job_of(spec: VariantSpec, lengths: Sequence[int], planner: variants.Kernel) -> Job:
     """A ``PagedRecordJob`` behind the planning kernel: swinging logits, splits, and last tokens
     that are not finite, which one query token sees: of the longest even and odd length, as a lane
     of the announcer has an even and an odd token."""

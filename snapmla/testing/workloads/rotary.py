@@ -57,7 +57,7 @@ def moved(spec: VariantSpec, tokens: int) -> float:
 def options(
     spec: VariantSpec, given: Mapping[str, Any]
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Arguments of the library's rope functions, from a call's: (positions, table), keywords."""
+    """((positions, table), keywords) for the library's rope functions, from a call's arguments."""
     told: dict[str, Any] = {"is_neox": spec.rope_style == "neox"}
     if _norm(spec):
         told |= {"norm_weight": given["norm_weight"], "norm_eps": given["norm_eps"]}

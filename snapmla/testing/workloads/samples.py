@@ -19,10 +19,10 @@ from dsl_kernels.formats.index_cache import PAGE as INDEX_PAGE
 from dsl_kernels.formats.index_cache import PAGE_BYTES, SCALES_AT
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache
-from snapmla.cache import PagedKVCache
-from snapmla.decode_plan import partial_rows
-from snapmla.quant import QuantizedQuery
+from snapmla.cache import byte_cache
+from snapmla.cache.paged import PagedKVCache
+from snapmla.cache.quant import QuantizedQuery
+from snapmla.dense import partial_rows
 from snapmla.testing import partials, rounding
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
@@ -92,7 +92,7 @@ def shuffled_table(lengths: Sequence[int], page_size: int) -> tuple[int, Tensor]
 
 def places(table: Tensor, n: int, page_size: int) -> tuple[Tensor, Tensor]:
     """(page, offset) of the first ``n`` tokens of a sequence, whose row of the table is given."""
-    t = torch.arange(n)
+    t = torch.arange(n, device=table.device)
     return table[t // page_size].long(), t % page_size
 
 

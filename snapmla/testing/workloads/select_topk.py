@@ -14,11 +14,10 @@ from dsl_kernels.formats.topk_share import share
 from dsl_kernels.spec import VariantSpec
 from snapmla.dsa import select_topk
 from snapmla.testing import topk_reference
-from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Sizes, bit_for_bit
 from snapmla.testing.workloads.draw import Draw
 from snapmla.testing.workloads.exact import Exact
-from snapmla.testing.workloads.problem import Problem, named, workload
+from snapmla.testing.workloads.problem import Problem, hashed, named, workload
 from snapmla.testing.workloads.samples import PAGE
 
 MOST = 2200  # columns of small calls, which overflow the list of the smaller variants
@@ -138,14 +137,14 @@ def _problems(columns: int) -> Iterator[Scores]:
         )  # fmt: skip
 
 
-def recorded(draw: Exact) -> Scores:
+def recorded(draw: Exact) -> Iterator[Scores]:
     """Rows of four distributions, ragged."""
     rows, columns, bits = 5, min(capacity(draw.case.spec), 5000) // 4 * 4, draw.bits()
     raw = torch.from_numpy(bits.normal((rows, columns)).astype(np.float32))
     lengths = [columns, *draw.below(columns + 1, rows).tolist()[1:]]
     raw[1][draw.below(50, columns) > 0] = 0.0
     raw[2] = torch.where(draw.below(2, columns) > 0, 0.0, -0.0)
-    return Scores(lengths=lengths, columns=columns, k=columns // 7, scores=raw)
+    yield Scores(lengths=lengths, columns=columns, k=columns // 7, scores=raw)
 
 
 def sized(_spec: VariantSpec, sizes: Sizes) -> Scores:
@@ -170,7 +169,6 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
 
 WORKLOAD = workload(
     bit_for_bit, truth, arguments, small=small, recorded=recorded, sized=sized,
-    results=named("out", "counts"),
-    rows=lambda _, given: exact.hashes_of([[given["out"], given["counts"]]], "selected"),
+    results=named("out", "counts"), rows=hashed("selected", "out", "counts"),
     public=public, moved=moved,
 )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla.runtime import variants
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.sparse_job import HEAD_SCALE, SparseJob, SparseShape
@@ -60,7 +60,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield Call(job.arguments(), {}, job=job, note=str(shape))
 
 
-def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
+def job_of(spec: VariantSpec, lengths: Sequence[int], planner: variants.Kernel) -> Job:
     """A ``SparseJob`` behind the planning kernel: swinging logits, splits, sinks."""
     if spec.pipeline in sparse_records.PIPELINES:
         return sparse_records.job_of(spec, lengths, planner)

@@ -5,33 +5,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dsl_kernels.formats.dims import KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla.testing.prefill_job import PrefillJob, queries
+from snapmla.testing.prefill_job import PrefillJob
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
-from snapmla.testing.workloads.exact import Case, Recorded, Runner
+from snapmla.testing.workloads.call import Call, Result, Sizes
+from snapmla.testing.workloads.draw import Draw
+from snapmla.testing.workloads.exact import Exact
+from snapmla.testing.workloads.problem import Made, Problem, unnamed, workload
 from snapmla.testing.workloads.samples import Random
 
 TOPK = 2048  # of calls as large as in service
 
 
-def small(spec: VariantSpec) -> Iterator[Call]:
+@dataclass(frozen=True)
+class Lists(Problem):
+    """Query tokens and their lists of rows; ``job``: (spec, draw) -> their numbers."""
+
+    job: Callable[[VariantSpec, Any], PrefillJob]
+
+
+def arguments(spec: VariantSpec, problem: Lists, draw: Draw) -> Made:
+    """Arguments by name, as the job lays them out."""
+    job = problem.job(spec, draw)
+    return Made(job.arguments(), job)
+
+
+def small(spec: VariantSpec) -> Iterator[Lists]:
     """Lists that end anywhere, two row blocks, sinks; logits that swing between tiles; a CTA with
     more work tiles than Q has stages, of a tile each, as else the ring of KV holds Q's loads back.
     """
-    heads, lengths = spec.row_tile + 3, (130, 0)
-    jobs = (
-        PrefillJob.draw(spec, 2, heads, 200, 130, lengths=lengths, sink=True, style="swings"),
-        PrefillJob.draw(spec, 5, 7, 90, 70, lengths=(70, 10, 64, 1, 50), spread=3.0, ctas=1),
-    )
-    for job in jobs:
-        yield Call(job.arguments(), {}, job=job)
+    some = {"lengths": (130, 0), "sink": True, "style": "swings"}
+    few = {"lengths": (70, 10, 64, 1, 50), "spread": 3.0, "ctas": 1}
+    for extents, how in (((2, spec.row_tile + 3, 200, 130), some), ((5, 7, 90, 70), few)):
+        yield Lists(lambda spec, _, n=extents, how=how: PrefillJob.draw(spec, *n, **how))
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
@@ -40,92 +54,70 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
     return Result(all(errors.right for errors in found), "; ".join(map(str, found)))
 
 
-def recorded(case: Case, run: Runner) -> Recorded:
+def recorded(draw: Exact) -> Iterator[Lists]:
     """Lists of rows anywhere, one entry in eight of none; heads that fill a row block, and not."""
-    spec, bits, device = case.spec, case.bits(), run.device
-    heads = (spec.row_tile, 20 * spec.row_tile // 64, 2 * spec.row_tile)[case.index % 3]
-    s_q, s_kv, topk = 4, 400, 150 + 3 * case.index
+    yield Lists(_any)
+
+
+def _any(spec: VariantSpec, draw: Exact) -> PrefillJob:
+    """Numbers of a recorded case."""
+    bits, third = draw.bits(), draw.case.index % 3
+    heads = (spec.row_tile, 20 * spec.row_tile // 64, 2 * spec.row_tile)[third]
+    s_q, s_kv, topk = 4, 400, 150 + 3 * draw.case.index
     q = exact.bell(bits, (s_q, heads, spec.d_qk), bits.below(3, (s_q, heads, 1)))
     kv = exact.bell(bits, (s_kv, 1, spec.d_qk), 0)
     indices = bits.below(s_kv, (s_q, 1, topk)).astype(np.int32)
-    indices[bits.below(8, (s_q, 1, topk)) == 0] = (-1, 2**31 - 1, s_kv)[case.index % 3]
-    lengths = bits.below(topk + 1, (s_q,)).astype(np.int32)
-    out = run.full((s_q, heads, KV_LORA_RANK), 5.0, torch.bfloat16)
-    most, lse, first = (run.full((s_q, heads), 5.0) for _ in range(3))
-    query = queries(exact.as_tensor(q, torch.bfloat16, device), spec.query == "two")
-    if spec.lists == "split":
-        given = _pieces(run.full, (s_q, heads, topk), out, lse, 3)
-        run.call(
-            case.variant, **query,
-            kv=exact.as_tensor(kv, torch.bfloat16, device), indices=run.there(indices),
-            topk_length=run.there(lengths), attn_sink=run.full((heads,), 0.5),
-            softmax_scale=exact.SOFTMAX_SCALE, **given,
-        )  # fmt: skip
-        return exact.results((q, kv, indices, lengths), out[None], lse[None])
-    more = {"lse_indexer": first, "indexer_tiles": 1} if spec.figures == "indexer" else {}
-    run.call(
-        case.variant, **query,
-        kv=exact.as_tensor(kv, torch.bfloat16, device), indices=run.there(indices),
-        topk_length=run.there(lengths), attn_sink=run.full((heads,), 0.5), out=out, max_logits=most,
-        lse=lse, softmax_scale=exact.SOFTMAX_SCALE, ctas=3, **more,
+    indices[bits.below(8, (s_q, 1, topk)) == 0] = (-1, 2**31 - 1, s_kv)[third]
+    given = [
+        torch.from_numpy(x) for x in (q, kv, indices, bits.below(topk + 1, (s_q,)).astype(np.int32))
+    ]
+    draw.identify_by(*given)
+    rows = [draw.there(x, torch.bfloat16) for x in given[:2]]
+    return _job(
+        spec,
+        *rows,
+        *map(draw.there, given[2:]),
+        draw.full(heads, value=0.5),
+        exact.SOFTMAX_SCALE,
+        3,
+    )
+
+
+def _job(
+    spec: VariantSpec, q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None,
+    sink: Tensor | None, scale: float, ctas: int, width: int = TOKEN_TILE, first: int = TOKEN_TILE,
+) -> PrefillJob:  # fmt: skip
+    """A job; ``width`` and ``first``: where the variant splits lists, or has the indexer's LSE."""
+    return PrefillJob(
+        q, kv, indices, lengths, sink, scale, ctas, spec.row_tile,
+        first if spec.figures == "indexer" else None, width if spec.lists == "split" else None,
+        spec.query == "two", -math.inf,
     )  # fmt: skip
-    made = exact.results((q, kv, indices, lengths), out[None], lse[None])
-    made.rows["max_logits"] = exact.bits_of(most).reshape(-1, 1)
-    if more:
-        made.rows["lse_indexer"] = exact.bits_of(first).reshape(-1, 1)
-    return made
 
 
-def _pieces(
-    full: Callable[..., torch.Tensor], shape: tuple[int, int, int], out: torch.Tensor,
-    lse: torch.Tensor, ctas: int, width: int = TOKEN_TILE,
-) -> dict[str, Any]:  # fmt: skip
-    """Arguments that split lists have alone: each query token is a sequence of one.
-
-    Args:
-        full: (shape, value) -> a float32 tensor where the call runs.
-        shape: query tokens, heads, entries.
-        out, lse: of query tokens and heads.
-    """
-    s_q, heads, topk = shape
-    pieces = -(-topk // width)
-    begins = torch.arange(s_q + 1, dtype=torch.int32, device=out.device) * pieces
-    return {
-        "split_begin": begins, "units": torch.zeros(0, 2, dtype=torch.int32, device=out.device),
-        "out": out[:, None], "lse": lse[..., None],
-        "o_accum": full((s_q * pieces, heads, KV_LORA_RANK), 5.0),
-        "lse_accum": full((s_q * pieces, heads), 5.0), "lse_factor": math.log(2),
-        "empty_lse": -math.inf, "width": width, "ctas": ctas,
+def _rows(_spec: VariantSpec, given: Mapping[str, Any]) -> exact.Rows:
+    """Rows of 512 and a row's figures."""
+    figures = {
+        name: exact.bits_of(given[name]).reshape(-1, 1)
+        for name in ("max_logits", "lse_indexer") if name in given
     }  # fmt: skip
+    return {**exact.rows_of(given["out"], given["lse"]), **figures}
 
 
-def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+def sized(_spec: VariantSpec, sizes: Sizes) -> Lists:
     """``batch`` times ``s_q`` query tokens over ``tokens`` rows, lists of 2048 at most."""
-    source, d = Random(device, seed), spec.d_qk
-    s_q, h, s_kv = sizes.batch * sizes.s_q, sizes.heads, sizes.tokens
-    topk = min(TOPK, s_kv)
-    blocks = -(-h // spec.row_tile)
-    given = {
-        **queries(source.normal(s_q, h, d), spec.query == "two"),
-        "kv": source.normal(s_kv, 1, d),
-        "indices": source.below(s_kv, s_q * topk).view(s_q, 1, topk).int(),
-        "topk_length": source.i32([]), "attn_sink": source.full(0),
-        "out": source.full(s_q, h, KV_LORA_RANK, dtype=torch.bfloat16),
-        "max_logits": source.full(s_q, h), "lse": source.full(s_q, h),
-        "softmax_scale": d**-0.5, "ctas": min(sizes.parts, s_q * blocks),
-    }  # fmt: skip
-    if spec.lists == "split":
-        del given["max_logits"]
-        most = max(min(sizes.parts // max(s_q * blocks, 1), -(-topk // TOKEN_TILE)), 1)
-        width = -(-topk // (most * TOKEN_TILE)) * TOKEN_TILE
-        ctas = min(sizes.parts, s_q * blocks * -(-topk // width))
-        given |= _pieces(
-            lambda shape, value: source.full(*shape), (s_q, h, topk), given["out"], given["lse"],
-            ctas, width,
-        )  # fmt: skip
-    if spec.figures == "indexer":
-        given |= {"lse_indexer": source.full(s_q, h), "indexer_tiles": -(-topk // TOKEN_TILE)}
-    return given
+
+    def job(spec: VariantSpec, draw: Random) -> PrefillJob:
+        d, s_q, h, s_kv = spec.d_qk, sizes.batch * sizes.s_q, sizes.heads, sizes.tokens
+        topk = min(TOPK, s_kv)
+        most, tiles = sizes.parts // max(s_q * -(-h // spec.row_tile), 1), -(-topk // TOKEN_TILE)
+        width = -(-topk // (max(min(most, tiles), 1) * TOKEN_TILE)) * TOKEN_TILE
+        q, kv = draw.normal(s_q, h, d), draw.normal(s_kv, 1, d)
+        indices = draw.below(s_kv, s_q * topk).view(s_q, 1, topk).int()
+        first = tiles * TOKEN_TILE
+        return _job(spec, q, kv, indices, None, None, d**-0.5, sizes.parts, width, first)
+
+    return Lists(job)
 
 
 def public(_spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -174,4 +166,7 @@ def tiles(_spec: VariantSpec, call: Call) -> int:
     return int(call.job.tiles)
 
 
-WORKLOAD = Workload(small, judge, recorded, sized, public=public, moved=moved, tiles=tiles)
+WORKLOAD = workload(
+    judge, None, arguments, small=small, recorded=recorded, sized=sized, results=unnamed,
+    rows=_rows, public=public, moved=moved, tiles=tiles,
+)  # fmt: skip

@@ -14,7 +14,8 @@ from dsl_kernels.formats.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
 from dsl_kernels.formats.format import Format
 from dsl_kernels.formats.registered import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import byte_cache, runtime
+from snapmla.cache import byte_cache
+from snapmla.runtime import variants
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.record_job import RecordJob, RecordShape, poisoned_rows
 from snapmla.testing.reference_plan import Queries, plan_reference
@@ -70,7 +71,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield Call(job.arguments(), {}, job=job, note=str(shape))
 
 
-def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
+def job_of(spec: VariantSpec, lengths: Sequence[int], planner: variants.Kernel) -> Job:
     """A ``RecordJob`` behind the planning kernel: swinging logits, splits, sinks."""
     ordered, parts = tuple(lengths), 3
     if spec.row_tile >= 32:
