@@ -310,7 +310,7 @@ def test_nothing_but_a_handovers_own_pairs_is_explained() -> None:
         ("mix16_parts.py:convert", "mix16_softmax.py:load_k"),
         ("index_scoring.py:_fill", "index_logits.py:_kept"),
         ("index_scoring.py:_announce", "index_logits.py:_tile"),
-        ("item_notes.py:note", "transposed.py:write_rows"),
+        ("work_tile_notes.py:note", "transposed.py:write_rows"),
     ):
         assert pair not in explained
 
