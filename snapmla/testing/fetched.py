@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from dsl_kernels.formats.registered import DEFAULT, FORMATS
+from dsl_kernels.formats.registered import FORMATS
 from snapmla.cache.paged import PagedKVCache
 from snapmla.testing.byte_records import dequantize_tokens
 from snapmla.testing.rounding import dequantize_rows
@@ -78,18 +78,3 @@ def _bytes(scale: Tensor | None) -> Tensor:
     """Scales that can be indexed."""
     assert scale is not None
     return scale.view(torch.uint8) if scale.dtype.itemsize == 1 else scale
-
-
-def outputs(
-    shape: tuple[int, ...], dtype: torch.dtype, untouched: float, *, joint: bool = False,
-    fmt: str = DEFAULT,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Tensors to fetch into, full of ``untouched``; ``joint``: slices of one tensor of all
-    channels."""
-    record = FORMATS[fmt]
-    widths = record.content.count, record.rope_channels
-    if joint:
-        both = torch.full((*shape, sum(widths)), untouched, dtype=dtype)
-        return both[..., : widths[0]], both[..., widths[0] :]
-    first, second = (torch.full((*shape, n), untouched, dtype=dtype) for n in widths)
-    return first, second
