@@ -64,7 +64,7 @@ from ..p_terms import order, stage_of
 from ..qk import QK_GROUPS
 from ..roles import FEW_ROWS, INV_RING, K_READERS, Q_READERS, WARPGROUP, Barrier, Cta, Layouts
 from ..wgmma import issue, tiled_mma
-from .fp8_parts import SMALL_BYTES, STAGE_BYTES, GatheredParts, Parts
+from .fp8_parts import SMALL_BYTES, STAGE_BYTES, Parts
 from .rows_on_m import ManyRowsSoftmax
 from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
 from .swap_ab import FewRowsSoftmax
@@ -124,10 +124,10 @@ def q_stages(spec: VariantSpec) -> int:
 def parts_of(spec: VariantSpec) -> Parts:
     """Components of the pipeline: for gathered tokens if the op is ``sparse_decode``, and without a
     scale warp if rows are ``FEW_ROWS`` or fewer."""
-    few, made = spec.row_tile <= FEW_ROWS, GatheredParts if spec.op == "sparse_decode" else Parts
-    return made(
+    few = spec.row_tile <= FEW_ROWS
+    return Parts(
         spec, stages=stages_of(spec), q_stages=q_stages(spec), q_readers=Q_READERS,
-        k_readers=K_READERS, few_rows=few, scale_warp=not few,
+        k_readers=K_READERS, few_rows=few, scale_warp=not few, gathers=spec.op == "sparse_decode",
     )  # fmt: skip
 
 
