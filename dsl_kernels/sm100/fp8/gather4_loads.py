@@ -185,6 +185,17 @@ class Gather4(GatherRows):
                     self._copy_rows(st, kst.index, first, cache.source, bar)
                 kst.advance()
 
+    @staticmethod
+    def wait_q(_st, k_pipe, kst) -> None:
+        """Wait until an item's Q tile is there; Q.K's issuer calls this."""
+        k_pipe.consumer_wait(kst)
+
+    wait_tile = wait_q  # the same of a KV tile
+
+    def last_warp(self, feed: Feed) -> None:
+        """Warp 3's share of the tiles."""
+        self.run(3, feed, None, None)
+
     # ---------------------------------------------------------------- a tile
 
     def _note_rows(self, st, stage, ahead, page, offset, source):

@@ -25,19 +25,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import cutlass.cute as cute
-
 from ...blocks import budget as bud
 from ...entry.entries import SparseEntry
-from ...entry.launch import Tma
 from ...formats.dims import TOKEN_TILE as TILE
 from ...load.fp8_per_token import TokenScales
 from ...load.gather import TokenLists
-from ...load.unplanned import void_unplanned
-from ..rings import part_of_cta
 from . import ws
 from .gather4_loads import Gather4
-from .ws import K_READERS, Cta, Layouts, Ws
+from .ws import K_READERS, Ws
 
 if TYPE_CHECKING:
     from ...spec import VariantSpec
@@ -61,17 +56,5 @@ def loads_of(spec: VariantSpec) -> Gather4:
 
 
 def build(spec: VariantSpec):
-    return SparseEntry.exported(SparseGather4(spec))
-
-
-class SparseGather4(Ws):
-    """The kernel: one CTA of 16 warps."""
-
-    def __init__(self, spec: VariantSpec):
-        loads = loads_of(spec)
-        super().__init__(spec, loads, TokenScales(TILE, loads.stages, TILE))
-
-    @cute.jit
-    def last_warp(self, cta: Cta, tma: Tma, layouts: Layouts):
-        self.loads.run(3, self.feed(cta, tma, layouts), None, None)
-        void_unplanned(cta.gmem.work, cta.call, cta.gmem.results, part_of_cta())
+    loads = loads_of(spec)
+    return SparseEntry.exported(Ws(spec, loads, TokenScales(TILE, loads.stages, TILE), loads))

@@ -1,7 +1,7 @@
 """The gathering loader (load/gather.py) of a KV ring that Q passes through, by two warps.
 
     warps 0, 3   copy 4 + 4 groups of 8 rows of each tile; warp 0 has Q's tiles copied, too
-    announcer    the warp that issues Q.K (``announce``): it waits until a tile has landed and
+    announcer    the warp that issues Q.K (``wait_tile``): it waits until a tile has landed and
                  announces it to its other readers
 
     landed   gather warps -> announcer              (cp.async arrivals, a thread each)
@@ -49,7 +49,7 @@ class GatherThroughRing(GatherRows):
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def announce(self, st, k_pipe, kst):
+    def wait_tile(self, st, k_pipe, kst):
         """Wait until KV tile ``kst`` has landed, then announce it to its readers.  All lanes of the
         announcer call this; its own MMAs may read the tile from then on, too."""
         self.landed.wait_full(st, kst.index, kst.phase)
@@ -62,3 +62,7 @@ class GatherThroughRing(GatherRows):
         """Wait until the Q tile of a work tile is there; all lanes of the announcer call this."""
         self.landed.wait_full(st, kst.index, kst.phase)  # else the next tile's would not wait
         k_pipe.consumer_wait(kst)
+
+    def last_warp(self, feed: Feed) -> None:
+        """Warp 3's share of the tiles."""
+        self.run(3, feed, None, None)

@@ -189,7 +189,7 @@ def loads_of(spec: VariantSpec) -> PagedTma:
 
 def build(spec: VariantSpec):
     loads = loads_of(spec)
-    return Fp8Entry.exported(Ws(spec, loads, loads.scales))
+    return Fp8Entry.exported(Ws(spec, loads, loads.scales, OneFiller()))
 
 
 class Layouts(NamedTuple):
@@ -233,18 +233,34 @@ class RingTiles:
         cta.k_pipe.consumer_release(state)
 
 
+class OneFiller:
+    """Roles beside warp 0's where TMA fills the ring (``Ws``): its barriers say what is there."""
+
+    @staticmethod
+    def wait_q(_st, k_pipe, kst) -> None:
+        """Wait until an item's Q tile is there; Q.K's issuer calls this."""
+        k_pipe.consumer_wait(kst)
+
+    wait_tile = wait_q  # the same of a KV tile
+
+    @staticmethod
+    def last_warp(feed) -> None:
+        """Nothing is left to be loaded for warp 3."""
+
+
 class Ws:
     """The kernel: one CTA of 16 warps.
 
     Args:
         loads: the loader of the KV ring (load/loader.py), whose first stage of a work tile is Q's.
         scales: of the tokens in the ring.
+        others: what Q.K's issuer and warp 3 do for the ring, with the methods of ``OneFiller``.
     """
 
-    def __init__(self, spec: VariantSpec, loads: Any, scales: TokenScales):
+    def __init__(self, spec: VariantSpec, loads: Any, scales: TokenScales, others: Any):
         self.stages, self.form = loads.stages, umma.Form(spec.row_tile)
         self.rings, self.columns = rings_of(self.form), Columns(self.form)
-        self.loads, self.budget = loads, budget_with(spec, loads)
+        self.loads, self.others, self.budget = loads, others, budget_with(spec, loads)
         self.work, self.scales = loads.work, scales
         self.q_tiles = QTiles(FORMAT, self.work, rows=self.form.rows, stages=0)
         self.spec, self.threads = spec, self.budget.threads
@@ -340,17 +356,10 @@ class Ws:
     @cute.jit
     def last_warp(self, cta: Cta, tma: Tma, layouts: Layouts):
         """Warp 3, between the allocation and the end."""
+        self.others.last_warp(self.feed(cta, tma, layouts))
         void_unplanned(cta.gmem.work, cta.call, cta.gmem.results, part_of_cta())
 
     # ---------------------------------------------------------------- issuing warps
-
-    def wait_q(self, cta: Cta, kst):
-        """Wait until the work tile's Q tile is there; Q.K's issuer calls this."""
-        cta.k_pipe.consumer_wait(kst)
-
-    def wait_tile(self, cta: Cta, kst):
-        """Wait until a KV tile is there; Q.K's issuer calls this."""
-        cta.k_pipe.consumer_wait(kst)
 
     @cute.jit
     def issue_scores(self, cta: Cta):
@@ -363,7 +372,7 @@ class Ws:
         sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.work_tile_at(gmem.work, i)
-            self.wait_q(cta, kst)
+            self.others.wait_q(st, k_pipe, kst)
             if umma.elected():
                 # Copies come behind the MMAs that read the Q tile before, which this warp issued;
                 # nothing would order them behind copies that no MMA has read.
@@ -377,7 +386,7 @@ class Ws:
                 cute.arch.mbarrier_arrive(free)  # for P.V's issuer; the softmax warps do so
             kst.advance()
             for _ in cutlass.range(first, last, unroll=1):
-                self.wait_tile(cta, kst)
+                self.others.wait_tile(st, k_pipe, kst)
                 self.rings.s.wait_empty(st, sst.index, sst.phase)
                 umma.after_sync()
                 if umma.elected():

@@ -49,7 +49,7 @@ from ..decode import Decode, infeasible
 from ..fp8.fp8_parts import STAGE_BYTES
 from ..fp8.softmax_role import P_RING, P_STAGES, hand_over_fields
 from ..roles import INV_RING, Barrier
-from .f16_parts import GatheredParts, Parts
+from .f16_parts import Parts
 from .f16_softmax import F16Softmax
 from .mix16 import SMALL_BYTES, Mix16, q_stages, stages_of
 
@@ -70,9 +70,8 @@ def feasible(spec: VariantSpec) -> str | None:
 
 
 def parts_of(spec: VariantSpec) -> Parts:
-    """Make the pipeline's components: ``GatheredParts`` for ``sparse_decode``, else ``Parts``."""
-    made = GatheredParts if spec.op == "sparse_decode" else Parts
-    return made(spec, stages=stages_of(spec), q_stages=q_stages(spec))
+    """Make the pipeline's components."""
+    return Parts(spec, stages=stages_of(spec), q_stages=q_stages(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:

@@ -115,16 +115,15 @@ class Parts(fp8_parts.Parts):
     """Components that the roles share (``decode.Parts``).
 
     Attributes:
-        gathers: whether the cache is read by lists of tokens, not by tables of pages.
         queries: rows of Q in 16 bits.
     """
 
-    gathers, limits = False, None  # those of rows are beside their factors
+    limits = None  # those of rows are beside their factors
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         super().__init__(
             spec, stages=stages, q_stages=q_stages, q_readers=Q_READERS, k_readers=K_READERS,
-            swap_ab=True, scale_warp=False,
+            swap_ab=True, scale_warp=False, gathers=spec.op == "sparse_decode",
         )  # fmt: skip
         self.q_tiles = UpperHalves(
             FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
@@ -155,9 +154,3 @@ class Parts(fp8_parts.Parts):
         two e4m3 tiles of Q's content a stage: the room that it takes in f16."""
         fields = {**super().tile_fields(layouts), **self.queries.fields}
         return {**fields, "p": array(F16, cute.cosize(layouts.p), 1024)}
-
-
-class GatheredParts(Parts, fp8_parts.GatheredParts):
-    """``Parts`` for ``sparse_decode``: tiles are gathered token by token (load/gather.py)."""
-
-    gathers = True

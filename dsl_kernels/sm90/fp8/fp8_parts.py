@@ -47,32 +47,36 @@ class Parts:
         stages, q_stages: KV tiles, Q tiles in flight.
         work, q_tiles, loads, scales, triples, score: work list, Q, KV tiles, scales in the ring,
             their triples, Q.K.
+        gathers: whether lists name tokens, instead of tables pages.
         stamps: recorder of events, off in ordinary builds.
         p_terms: e4m3 terms of P (p_terms.py).
     """
 
     def __init__(
         self, spec: VariantSpec, *, stages: int, q_stages: int, q_readers: Readers,
-        k_readers: Readers, swap_ab: bool = False, scale_warp: bool = True,
+        k_readers: Readers, swap_ab: bool = False, scale_warp: bool = True, gathers: bool = False,
     ):  # fmt: skip
         self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
         self.stages, self.q_stages = stages, q_stages
         self.spec, self.p_terms = spec, spec.p_terms
         self.swap_ab = swap_ab  # S^T = K Q^T instead of S = Q K^T
-        self.work = self.work_list(spec)
+        self.gathers = gathers
+        self.work = TokenLists(TILE) if gathers else WorkList(spec.page_size, TILE)
         self.scales = TokenScales(TILE, stages, self.work.box)
         self.q_tiles = QTiles(FORMAT, self.work, rows=self.rows, stages=q_stages, readers=q_readers)
-        self.loads = self.loader(k_readers)
+        self.loads = (self.gathered if gathers else self.paged)(k_readers)
         self.triples = ScaleTriples(self.scales, scale_warp)
         self.score = ScoreMma(self.rows, swap_ab)
         self.stamps = Stamps(bool(spec.stamps))
 
-    @staticmethod
-    def work_list(spec: VariantSpec) -> WorkList:
-        """Work list of sequences whose tokens lie in pages."""
-        return WorkList(spec.page_size, TILE)
+    def gathered(self, readers: Readers) -> Loader:
+        """Loader of lists of tokens, by ``cp.async``; ``readers`` free a stage."""
+        return GatherRows(
+            self.work, stages=self.stages, q_stages=self.q_stages, readers=readers,
+            by_lines=bool(self.spec.lines),
+        )  # fmt: skip
 
-    def loader(self, readers: Readers) -> Loader:
+    def paged(self, readers: Readers) -> Loader:
         """Loader of pages, by TMA; ``readers`` free a stage."""
         return PagedTma(
             FORMAT, self.work, rows=self.rows, stages=self.stages, readers=readers,
@@ -112,19 +116,3 @@ class Parts:
             qr=array(BF16, size(layouts.q[1]), 1024),
             p=array(F8, size(layouts.p), 1024),
         )
-
-
-class GatheredParts(Parts):
-    """``Parts`` for ``sparse_decode``: tiles are gathered token by token (load/gather.py)."""
-
-    @staticmethod
-    def work_list(spec: VariantSpec) -> WorkList:
-        """Work list of query tokens that have a list of tokens each."""
-        return TokenLists(TILE)
-
-    def loader(self, readers: Readers) -> Loader:
-        """Loader that gathers tokens, by ``cp.async``; ``readers`` free a stage."""
-        return GatherRows(
-            self.work, stages=self.stages, q_stages=self.q_stages, readers=readers,
-            by_lines=bool(self.spec.lines),
-        )  # fmt: skip

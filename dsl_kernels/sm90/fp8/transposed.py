@@ -64,7 +64,7 @@ from ..qk import QK_GROUPS
 from ..roles import INV_RING, K_READERS, Q_READERS, SWAP_AB_ROWS, WARPGROUP, Barrier, Cta, Layouts
 from ..wgmma import issue, tiled_mma
 from ..work_tile_notes import noted
-from .fp8_parts import SMALL_BYTES, STAGE_BYTES, GatheredParts, Parts
+from .fp8_parts import SMALL_BYTES, STAGE_BYTES, Parts
 from .rows_on_m import RowsOnMSoftmax
 from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
 from .swap_ab import SwapAbSoftmax
@@ -125,10 +125,10 @@ def parts_of(spec: VariantSpec) -> Parts:
     """Components of the pipeline: for gathered tokens if the op is ``sparse_decode``, and without a
     scale warp if rows are ``SWAP_AB_ROWS`` or fewer."""
     swap_ab = spec.row_tile <= SWAP_AB_ROWS
-    made = GatheredParts if spec.op == "sparse_decode" else Parts
-    return made(
+    return Parts(
         spec, stages=stages_of(spec), q_stages=q_stages(spec), q_readers=Q_READERS,
         k_readers=K_READERS, swap_ab=swap_ab, scale_warp=not swap_ab,
+        gathers=spec.op == "sparse_decode",
     )  # fmt: skip
 
 
