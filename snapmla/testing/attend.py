@@ -1,7 +1,7 @@
 """Attention of one sequence's query rows over its tokens, a chunk at a time, as a config rounds it.
 
 Notation (log2 domain throughout): sigma = scale of a token, s2 = logit * log2 e, t' = s2 +
-log2 sigma, m' = frame of a block of tokens, P' = 2^(t' - m') * p_max, so that
+log2 sigma, m' = reference maximum of a block of tokens, P' = 2^(t' - m') * p_max, so that
 P.V = sum P' . k8 * 2^m' / p_max.  The matrix products are ``snapmla.testing.accumulate``'s.
 """
 
@@ -47,19 +47,19 @@ class Chunk:
 
 @dataclass
 class _State:
-    """Sums so far, in units of 2^frame: o (R, 512), mass (R,) = sum of P,
-    frame (R,), all fp64.
+    """Sums so far, in units of 2^m_ref: o (R, 512), mass (R,) = sum of P,
+    m_ref (R,), all fp64.
 
     ``running`` (R,) is the running maximum for P scales that need one.  ``acc`` (R, 512) fp32 and
-    ``acc_frame`` (R,) are the unpromoted accumulator, ``acc_tokens`` how many tokens it holds.
+    ``acc_m_ref`` (R,) are the unpromoted accumulator, ``acc_tokens`` how many tokens it holds.
     """
 
     o: Tensor
     mass: Tensor
-    frame: Tensor
+    m_ref: Tensor
     running: Tensor
     acc: Tensor
-    acc_frame: Tensor
+    acc_m_ref: Tensor
     acc_tokens: int = 0
 
     @classmethod
@@ -71,24 +71,24 @@ class _State:
         acc = zeros(rows, D_V, dtype=torch.float32)
         return cls(zeros(rows, D_V), zeros(rows), low, low.clone(), acc, low.clone())
 
-    def move_to(self, frame: Tensor) -> None:
-        """Raises the frame to at least ``frame`` (R,)."""
-        new = torch.maximum(self.frame, frame)
-        ratio = _exp2(self.frame - new)
+    def move_to(self, m_ref: Tensor) -> None:
+        """Raises ``m_ref`` to at least the argument (R,)."""
+        new = torch.maximum(self.m_ref, m_ref)
+        ratio = _exp2(self.m_ref - new)
         self.o *= ratio[:, None]
         self.mass *= ratio
-        self.frame = new
+        self.m_ref = new
 
     def promote(self) -> None:
         if self.acc_tokens:
-            self.move_to(self.acc_frame)
-            self.o += _exp2(self.acc_frame - self.frame)[:, None] * self.acc.double()
+            self.move_to(self.acc_m_ref)
+            self.o += _exp2(self.acc_m_ref - self.m_ref)[:, None] * self.acc.double()
             self.acc.zero_()
             self.acc_tokens = 0
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """2^x where -inf - -inf counts as -inf: a frame that has seen nothing weighs nothing."""
+    """2^x where -inf - -inf counts as -inf: an m_ref that has seen nothing weighs nothing."""
     return torch.where(torch.isnan(x), 0.0, torch.exp2(x))
 
 
@@ -130,10 +130,10 @@ def _logits(
     return product, (product + log_sigma).float().double()
 
 
-def _block_frames(
+def _block_m_refs(
     state: _State, t: Tensor, s2: Tensor, sigma_max: float, config: QuantConfig
 ) -> Tensor:
-    """Frame m' of each block (R, blocks); t, s2 (R, blocks, p_block) are -inf where invisible."""
+    """Reference maxima m' of each block (R, blocks); t, s2 (R, blocks, p_block) are -inf where invisible."""
     if config.p_scale in ("none", "tile"):
         return t.amax(-1)
     top = t.amax(-1) if config.p_scale == "running" else s2.amax(-1) + math.log2(sigma_max)
@@ -158,39 +158,39 @@ def _sum_terms(terms: list[Tensor]) -> Tensor:
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
-def _requantise_even(p: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverted order: P8 of even blocks rescaled, and rounded again, to the odd one's frame.
+def _requantise_even(p: Tensor, m_refs: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverted order: P8 of even blocks rescaled, and rounded again, to the odd one's m_ref.
 
-    p (R, blocks, p_block) e4m3 values, frames (R, blocks); returns both anew.
+    p (R, blocks, p_block) e4m3 values, m_refs (R, blocks); returns both anew.
     """
-    p, frames = p.clone(), frames.clone()
-    pairs = frames.shape[1] // 2 * 2
-    even, odd = frames[:, 0:pairs:2], frames[:, 1:pairs:2]
+    p, m_refs = p.clone(), m_refs.clone()
+    pairs = m_refs.shape[1] // 2 * 2
+    even, odd = m_refs[:, 0:pairs:2], m_refs[:, 1:pairs:2]
     usable = torch.isfinite(odd)
     ratio = torch.where(usable, _exp2(even - odd), 1.0)
     p[:, 0:pairs:2] = to_e4m3(p[:, 0:pairs:2] * ratio[..., None]).to(p.dtype)
-    frames[:, 0:pairs:2] = torch.where(usable, odd, even)
-    return p, frames
+    m_refs[:, 0:pairs:2] = torch.where(usable, odd, even)
+    return p, m_refs
 
 
-def _add_exact(state: _State, p: Tensor, frames: Tensor, v: Tensor, columns: slice) -> None:
-    """O += 2^(m' - frame) P . V over all blocks of a chunk; p (R, blocks, p_block), v (n, 512)."""
-    weight = _exp2(frames - state.frame[:, None])
+def _add_exact(state: _State, p: Tensor, m_refs: Tensor, v: Tensor, columns: slice) -> None:
+    """O += 2^(m' - m_ref) P . V over all blocks of a chunk; p (R, blocks, p_block), v (n, 512)."""
+    weight = _exp2(m_refs - state.m_ref[:, None])
     flat = (p * weight[..., None]).flatten(1)
     state.o[:, columns] += flat @ v[:, columns].double()
 
 
 def _add_modelled(
-    state: _State, terms: list[Tensor], frames: Tensor, v: Tensor, config: QuantConfig
+    state: _State, terms: list[Tensor], m_refs: Tensor, v: Tensor, config: QuantConfig
 ) -> None:
     """O += ..., groups of ``promote_tokens`` (<= p_block) in one tensor-core accumulator each.
 
     The second term of P goes first, the first on top of it.
     """
     size, fp8_dot = config.promote_tokens, FP8_DOT[config.pv_accumulation]
-    groups = frames.shape[1] * terms[0].shape[2] // size
+    groups = m_refs.shape[1] * terms[0].shape[2] // size
     v_t = v.float().unflatten(0, (groups, size)).transpose(1, 2)  # (groups, 512, size)
-    weight = _exp2(frames - state.frame[:, None]).repeat_interleave(groups // frames.shape[1], 1)
+    weight = _exp2(m_refs - state.m_ref[:, None]).repeat_interleave(groups // m_refs.shape[1], 1)
     product: Tensor | None = None  # (groups, R, 512)
     for term in reversed(terms):
         p = term.float().flatten(1).unflatten(1, (groups, size)).transpose(0, 1)
@@ -199,21 +199,21 @@ def _add_modelled(
     state.o += torch.einsum("rg,grd->rd", weight, product.double())
 
 
-def _add_chained(state: _State, p: Tensor, frames: Tensor, v: Tensor, config: QuantConfig) -> None:
+def _add_chained(state: _State, p: Tensor, m_refs: Tensor, v: Tensor, config: QuantConfig) -> None:
     """O kept in the tensor core's accumulator across blocks, rescaled in fp32 as the paper does.
 
     gamma = 2^(m'_old - m'_new) overflows when a block lies far below the one before: the paper's
     recurrence, kept as it is.
     """
-    for i in range(frames.shape[1]):
-        frame = frames[:, i]
-        fresh = torch.isneginf(state.acc_frame) | (state.acc_tokens == 0)
-        gamma = torch.where(fresh, 0.0, torch.exp2(state.acc_frame - frame)).float()
-        seen = torch.isfinite(frame)
+    for i in range(m_refs.shape[1]):
+        m_ref = m_refs[:, i]
+        fresh = torch.isneginf(state.acc_m_ref) | (state.acc_tokens == 0)
+        gamma = torch.where(fresh, 0.0, torch.exp2(state.acc_m_ref - m_ref)).float()
+        seen = torch.isfinite(m_ref)
         scaled = torch.where(seen[:, None], state.acc * gamma[:, None], state.acc)
         tokens = slice(i * config.p_block, (i + 1) * config.p_block)
         state.acc = FP8_DOT[config.pv_accumulation](p[:, i].float(), v[tokens].float().T, scaled)
-        state.acc_frame = torch.where(seen, frame, state.acc_frame)
+        state.acc_m_ref = torch.where(seen, m_ref, state.acc_m_ref)
         state.acc_tokens += config.p_block
         if config.promote_tokens and state.acc_tokens >= config.promote_tokens:
             state.promote()
@@ -227,9 +227,9 @@ def _block_p(
     sigma_max: float,
     config: QuantConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(P' (R, blocks, p_block), frames (R, blocks) such that P = 2^frame P', visible) of a chunk.
+    """(P' (R, blocks, p_block), m_refs (R, blocks) such that P = 2^m_ref P', visible) of a chunk.
 
-    P' is 0 where invisible and NaN where a row attends to a NaN token, whose frame ignores it.
+    P' is 0 where invisible and NaN where a row attends to a NaN token, whose m_ref ignores it.
     """
     positions = chunk.start + torch.arange(len(chunk.sigma), device=chunk.sigma.device)
     seen = positions < rows.limit[:, None]
@@ -241,14 +241,14 @@ def _block_p(
     )
     hidden = ~visible | torch.isnan(t)
     s2, seen = s2.masked_fill(hidden, -torch.inf), t.masked_fill(hidden, -torch.inf)
-    frames = _block_frames(state, seen, s2, sigma_max, config)
+    m_refs = _block_m_refs(state, seen, s2, sigma_max, config)
     shift = math.log2(config.p_max)
     if config.arithmetic != "fp64":
-        base = (shift - frames).float().double()
+        base = (shift - m_refs).float().double()
         p = torch.exp2((t + base[..., None]).float().double()).float().double()
     else:
-        p = torch.exp2(t - frames[..., None] + shift)
-    return torch.where(visible, p, 0.0), frames - shift, visible
+        p = torch.exp2(t - m_refs[..., None] + shift)
+    return torch.where(visible, p, 0.0), m_refs - shift, visible
 
 
 @dataclass(frozen=True)
@@ -256,35 +256,35 @@ class _Ties:
     """P' of a chunk near the middle of two e4m3 values.
 
     Attributes:
-        row, frame: (k,) where P = 2^frame P'.
+        row, m_ref: (k,) where P = 2^m_ref P'.
         step: (k, 512) fp64, what the other of the two values adds to P' . V.
     """
 
     row: Tensor
-    frame: Tensor
+    m_ref: Tensor
     step: Tensor
 
     @classmethod
-    def of(cls, p: Tensor, frames: Tensor, v: Tensor) -> _Ties:
+    def of(cls, p: Tensor, m_refs: Tensor, v: Tensor) -> _Ties:
         """Arguments as of ``_add_exact``, but for P', which is not rounded yet.
 
         Near is what an ulp each of t' and m' and two of 2^x reach: logarithms and powers are
         approximate in a kernel, and differ in the last places.
         """
         spacing = torch.exp2(torch.floor(torch.log2(p.clamp_min(2.0**-6))) - 3)
-        t = torch.log2(p) + frames[..., None]
-        reach = (_ulp(t) + _ulp(frames)[..., None]) * math.log(2) + 2.0**-22
+        t = torch.log2(p) + m_refs[..., None]
+        reach = (_ulp(t) + _ulp(m_refs)[..., None]) * math.log(2) + 2.0**-22
         middle = (torch.floor(p / spacing) + 0.5) * spacing
         near = (p > 0) & ((p - middle).abs() <= reach * p)
         row, block, token = near.nonzero(as_tuple=True)
         up = to_e4m3(p[near]).double() > p[near]
         step = torch.where(up, -spacing[near], spacing[near])
         values = v[block * p.shape[2] + token].double()
-        return cls(row, frames[row, block], step[:, None] * values)
+        return cls(row, m_refs[row, block], step[:, None] * values)
 
     def moves(self, state: _State) -> Iterator[tuple[int, Tensor]]:
         """(row, what is added to its result (512,)) by the final state."""
-        weight = torch.exp2(self.frame - state.frame[self.row]) / state.mass[self.row]
+        weight = torch.exp2(self.m_ref - state.m_ref[self.row]) / state.mass[self.row]
         yield from zip(self.row.tolist(), self.step * weight[:, None], strict=True)
 
 
@@ -303,30 +303,30 @@ def _add_chunk(
     ties: list[_Ties] | None = None,
 ) -> None:
     """Adds one chunk of tokens to the sums, and what is at ties to ``ties``."""
-    p, frames, visible = _block_p(state, rows, chunk, softmax_scale, sigma_max, config)
-    state.move_to(frames.amax(-1))
+    p, m_refs, visible = _block_p(state, rows, chunk, softmax_scale, sigma_max, config)
+    state.move_to(m_refs.amax(-1))
     terms = _quantised_p(torch.where(torch.isnan(p), 0.0, p), config)
     total, wide = _sum_terms(terms), config.p_dtype != "e4m3"
     mass = p if config.normaliser == "unquantised" else torch.where(torch.isnan(p), p, total)
     inverse = 1.0 / chunk.sigma.double().unflatten(0, (-1, config.p_block))
     inverse = torch.where(visible, inverse, 0.0)
-    weight = _exp2(frames - state.frame[:, None])
+    weight = _exp2(m_refs - state.m_ref[:, None])
     state.mass += ((mass * inverse).sum(-1) * weight).sum(-1)
     bad = torch.isnan(chunk.sigma) | torch.isnan(chunk.content.float()).any(-1)
     v = chunk.content.float() if chunk.content.dtype == FP8 else chunk.content
     v = torch.where(bad[:, None], 0.0, v)
     if ties is not None and len(terms) == 1 and config.p_scale != "none" and not wide:
-        ties.append(_Ties.of(torch.where(torch.isnan(p), 0.0, p), frames, v))
+        ties.append(_Ties.of(torch.where(torch.isnan(p), 0.0, p), m_refs, v))
     if config.order == "inverted":
         half = D_V // 2
-        _add_exact(state, total, frames, v, slice(0, half))
-        _add_exact(state, *_requantise_even(total, frames), v, slice(half, D_V))
+        _add_exact(state, total, m_refs, v, slice(0, half))
+        _add_exact(state, *_requantise_even(total, m_refs), v, slice(half, D_V))
     elif config.pv_accumulation == "exact":
-        _add_exact(state, total, frames, v, slice(0, D_V))
+        _add_exact(state, total, m_refs, v, slice(0, D_V))
     elif config.promote_tokens and config.promote_tokens <= config.p_block:
-        _add_modelled(state, terms, frames, v, config)
+        _add_modelled(state, terms, m_refs, v, config)
     else:
-        _add_chained(state, terms[0], frames, v, config)
+        _add_chained(state, terms[0], m_refs, v, config)
 
 
 def attend(
@@ -347,7 +347,7 @@ def attend(
         moves += [move for some in ties or () for move in some.moves(state)]
     empty = state.mass == 0
     out = torch.where(empty[:, None], 0.0, state.o / state.mass[:, None])
-    lse = state.frame + torch.log2(state.mass)
+    lse = state.m_ref + torch.log2(state.mass)
     if config.arithmetic == "fused":
         lse = lse.float().double()
     return out, torch.where(empty, -torch.inf, lse)

@@ -32,7 +32,7 @@ FLIPS = 1e-3
 # the 16 bits of partial results.
 FLIPS_OF_TWO = 2.5e-4
 # Beside a P of 16 bits show partial results of split sequences, which have as many, and P's own
-# rounding where the kernel's lazy frame is not the mimic's: a token alone has P' = 2^8 there.
+# rounding where the kernel's lazy m_ref is not the mimic's: a token alone has P' = 2^8 there.
 HALF_ROUNDING = 2.0**-11 / 3**0.5
 
 

@@ -31,7 +31,7 @@ ARGUMENTS = (
     "causal", "lse_factor", "empty_lse", "may_split", "witness",
 )  # fmt: skip
 TILE = 64
-P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/online_softmax.py)
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' m_ref (dsl_kernels/sm90/online_softmax.py)
 HALF_TOP = 15  # log2 of what the largest of 16 channels is below, as partial results store it
 
 # FlashMLA's gates of its dense decode: an element is right by either, the cosine is of all.
@@ -174,8 +174,8 @@ def dense_reference(
         q: (b, s_q, h, 576).
         tokens: (n, h_kv, 576) a sequence; query heads j g ... (j + 1) g - 1 read KV head j.
         limits: (s_q,) a sequence: how many tokens a query token sees.
-        p_dtype: P is rounded to it in the kernels' frames; None: the truth.
-        tile: tokens of a block, behind which a frame may move.
+        p_dtype: P is rounded to it in units of the kernels' m_ref; None: the truth.
+        tile: tokens of a block, behind which an m_ref may move.
     """
     b, s_q, h, _ = q.shape
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": q.device}
@@ -189,8 +189,8 @@ def dense_reference(
         logits = torch.einsum("shd,nhd->shn", q[i].double(), key) * scale
         seen = torch.arange(n, device=q.device) < limits[i][:, None]
         logits = logits.masked_fill(~seen[:, None], -math.inf)
-        frame = _frames(logits / LN2, None if p_dtype is None else tile)
-        p = torch.exp2(logits / LN2 - frame)
+        m_ref = _m_refs(logits / LN2, None if p_dtype is None else tile)
+        p = torch.exp2(logits / LN2 - m_ref)
         total = p.sum(-1)
         weights = p if p_dtype is None else p.to(p_dtype).double()
         # a token that no row sees may be anything
@@ -198,22 +198,22 @@ def dense_reference(
         o = torch.einsum("shn,nhd->shd", weights, value) / total[..., None]
         none = (~seen.any(-1))[:, None].expand(s_q, h)
         out[i] = o.masked_fill(none[..., None], 0.0)
-        top = frame[..., -1]
+        top = m_ref[..., -1]
         lse[i] = ((torch.log2(total) + top) * LN2).masked_fill(none, -math.inf).T
     return out, lse
 
 
-def _frames(t: Tensor, tile: int | None) -> Tensor:
-    """The exponent frame (log2) of each row, ``t`` (s, h, n): the maximum; or where a kernel's
-    frame ends that starts with the first tile and moves lazily."""
+def _m_refs(t: Tensor, tile: int | None) -> Tensor:
+    """The reference (log2) of each row, ``t`` (s, h, n): the maximum; or where a kernel's
+    m_ref ends that starts with the first tile and moves lazily."""
     if tile is None:
         top = t.amax(-1, keepdim=True)
         return torch.where(torch.isneginf(top), 0.0, top)
-    frame = torch.full(t.shape[:-1], -1e30, dtype=t.dtype, device=t.device)
+    m_ref = torch.full(t.shape[:-1], -1e30, dtype=t.dtype, device=t.device)
     for block in t.split(tile, -1):
         m = block.amax(-1)
-        frame = torch.where(m > frame + HEADROOM, m - P_LOG2_MAX, frame)
-    return frame[..., None]
+        m_ref = torch.where(m > m_ref + HEADROOM, m - P_LOG2_MAX, m_ref)
+    return m_ref[..., None]
 
 
 def stored_partial(out: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class DenseJob:
         heads, s_q: None takes ``SHAPES``; with several KV heads, query heads of one.
         kv_heads: KV heads of the cache; each (sequence, KV head) is a sequence of the plan.
         planner: the plan_decode kernel; None plans with ``reference_plan``.
-        amplitude: of the queries, or of each sequence's; large ones make peaked rows, whose frames
+        amplitude: of the queries, or of each sequence's; large ones make peaked rows, whose maxima
             move.
         device: where ``run`` puts tensors; results come back to the CPU.
     """

@@ -195,8 +195,8 @@ def _attend(q: Tensor, limit: Tensor, chunks: Iterator[Tensor]) -> tuple[Tensor,
         start += len(rows)
         logits = torch.where(seen, q @ rows.T, -math.inf)
         new = torch.maximum(top, logits.amax(1))
-        frame = torch.where(torch.isneginf(new), 0.0, new)
-        p, kept = torch.where(seen, torch.exp(logits - frame[:, None]), 0.0), torch.exp(top - frame)
+        m_ref = torch.where(torch.isneginf(new), 0.0, new)
+        p, kept = torch.where(seen, torch.exp(logits - m_ref[:, None]), 0.0), torch.exp(top - m_ref)
         mass = mass * kept + p.sum(1)
         out = out * kept[:, None] + _product(p, seen, rows[:, :D_V])
         top = new

@@ -1,7 +1,7 @@
 """Dense MHA prefill at the level of the ABI: fp64 reference, rounding mimic, FlashMLA's gates.
 
 The mimic rounds P as the kernel does: tiles of 128 keys (80 beside 256 channels) from the last one
-on, P' = 2^(t - frame) in 16 bits, a frame that moves when a tile exceeds it by 2^15
+on, P' = 2^(t - m_ref) in 16 bits, an m_ref that moves when a tile exceeds it by 2^15
 (dsl_kernels/sm90/online_softmax.py).
 """
 
@@ -29,7 +29,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernel's frames
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernel's m_ref
 LOG2_E = math.log2(math.e)
 # FlashMLA's gates of its MHA forward: an element is right by either, the cosine is of all.
 OUT_GATE, LSE_GATE, COSINE_GATE = (1e-3, 8.01 / 128), (1e-6, 2.01 / 65536), 7e-6
@@ -107,31 +107,31 @@ def _product(p: Tensor, v: Tensor, group: int, seen: Tensor) -> Tensor:
 
 def _exact(s: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor]:
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
-    frame = torch.where(torch.isneginf(lse), 0.0, lse)
-    return _product(torch.exp(s - frame[..., None]), v, group, ~torch.isneginf(s)), lse
+    m_ref = torch.where(torch.isneginf(lse), 0.0, lse)
+    return _product(torch.exp(s - m_ref[..., None]), v, group, ~torch.isneginf(s)), lse
 
 
 def _rounded(
     s: Tensor, v: Tensor, group: int, dtype: torch.dtype, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Like ``_exact``, P rounded to ``dtype`` in the frames of a kernel of tiles of ``keys``."""
+    """Like ``_exact``, P rounded to ``dtype`` in units of m_ref, of a kernel of tiles of ``keys``."""
     s = s * LOG2_E
-    frame, total = s.new_full(s.shape[:-1], -1e30), s.new_zeros(s.shape[:-1])
+    m_ref, total = s.new_full(s.shape[:-1], -1e30), s.new_zeros(s.shape[:-1])
     out = s.new_zeros(s.shape[1], s.shape[0], v.shape[-1])
     for first in reversed(range(0, s.shape[-1], keys)):
         tile = s[..., first : first + keys]
         top = tile.amax(-1)
-        new = torch.where(top > frame + HEADROOM, top - P_LOG2_MAX, frame)
-        gamma = torch.exp2(frame - new)
+        new = torch.where(top > m_ref + HEADROOM, top - P_LOG2_MAX, m_ref)
+        gamma = torch.exp2(m_ref - new)
         p = torch.exp2(tile - new[..., None])
         total = total * gamma + p.sum(-1)
         p16 = p.to(dtype).double()
         out = out * gamma.T[..., None] + _product(
             p16, v[first : first + keys], group, ~torch.isneginf(tile)
         )  # fmt: skip
-        frame = new
+        m_ref = new
     empty = total == 0
-    lse = torch.where(empty, -math.inf, (frame + torch.log2(total)) / LOG2_E)
+    lse = torch.where(empty, -math.inf, (m_ref + torch.log2(total)) / LOG2_E)
     return torch.where(empty.T[..., None], 0.0, out / total.T[..., None]), lse
 
 

@@ -1,7 +1,7 @@
 """Sparse prefill at the level of the ABI: inputs, fp64 reference, rounding mimic, FlashMLA's gates.
 
-The mimic rounds P as the kernel does: tiles of 64 entries from the first one on, P' = 2^(t - frame)
-in BF16, a frame that moves when a tile exceeds it by 2^15 (dsl_kernels/sm90/online_softmax.py).
+The mimic rounds P as the kernel does: tiles of 64 entries from the first one on, P' = 2^(t - m_ref)
+in BF16, an m_ref that moves when a tile exceeds it by 2^15 (dsl_kernels/sm90/online_softmax.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsl_kernels.formats.dims import TOKEN_TILE as TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 
-P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernel's frames
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernel's m_ref
 LOG2_E = math.log2(math.e)
 INT_MAX = 2**31 - 1
 # FlashMLA's gates of its sparse prefill: an element is right by either, the cosine is of all.
@@ -46,20 +46,20 @@ def named_rows(indices: Tensor, count: int, s_kv: int) -> Tensor:
 def _product(s: Tensor, kv: Tensor, places: Tensor, rounded: bool) -> tuple[Tensor, Tensor]:
     """(O (h, 512), natural LSE (h,)) of logits (h, n) in fp64, of entries at ``places``."""
     t, h = s * LOG2_E, len(s)
-    frame, total, out = t.new_full((h,), -1e30), t.new_zeros(h), t.new_zeros(h, D_V)
+    m_ref, total, out = t.new_full((h,), -1e30), t.new_zeros(h), t.new_zeros(h, D_V)
     for first in range(0, int(places[-1]) + 1, TILE):
         own = (places >= first) & (places < first + TILE)
         if not bool(own.any()):
             continue
         tile = t[:, own]
         top = tile.amax(-1)
-        new = torch.where(top > frame + HEADROOM, top - P_LOG2_MAX, frame)
-        gamma, p = torch.exp2(frame - new), torch.exp2(tile - new[:, None])
+        new = torch.where(top > m_ref + HEADROOM, top - P_LOG2_MAX, m_ref)
+        gamma, p = torch.exp2(m_ref - new), torch.exp2(tile - new[:, None])
         total = total * gamma + p.sum(-1)
         if rounded:
             p = p.bfloat16().double()
-        out, frame = out * gamma[:, None] + p @ kv[own, :D_V], new
-    return out / total[:, None], (frame + torch.log2(total)) / LOG2_E
+        out, m_ref = out * gamma[:, None] + p @ kv[own, :D_V], new
+    return out / total[:, None], (m_ref + torch.log2(total)) / LOG2_E
 
 
 @dataclass(frozen=True)

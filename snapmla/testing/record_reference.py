@@ -20,7 +20,7 @@ from snapmla.cache import byte_cache
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
 LOG2E = math.log2(math.e)
-P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/online_softmax.py)
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' m_ref (dsl_kernels/sm90/online_softmax.py)
 APART = 2.0**-40  # dsl_kernels/sm90/bytes16/mix16_parts.py
 
 
@@ -147,7 +147,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out (h, 512), lse (h,)) of scaled rows ``q`` (h, channels of K)."""
     heads, channels = len(q), record.channels if record.rope_in_v else record.content.count
-    frame, mass = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
+    m_ref, mass = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     out, largest, fresh = torch.zeros(heads, channels, dtype=torch.float64), 0.0, True
     for first in range(0, len(row), TOKEN_TILE):
         ids = row[first : first + TOKEN_TILE][named[first : first + TOKEN_TILE]]
@@ -162,10 +162,10 @@ def _attend(
         key = torch.cat((exact if group_sums else value * sigma[:, None], rope), 1)
         t = (q @ key.T) * LOG2E + torch.log2(sigma)
         m = t.amax(1)
-        moved = torch.where((m > frame + HEADROOM) | fresh, m - P_LOG2_MAX, frame)
-        kept = torch.zeros_like(mass) if fresh else torch.exp2(frame - moved)
-        frame, fresh = moved, False
-        p = torch.exp2(t - frame[:, None])
+        moved = torch.where((m > m_ref + HEADROOM) | fresh, m - P_LOG2_MAX, m_ref)
+        kept = torch.zeros_like(mass) if fresh else torch.exp2(m_ref - moved)
+        m_ref, fresh = moved, False
+        p = torch.exp2(t - m_ref[:, None])
         mass = mass * kept + (p / sigma).sum(1)
         added = p.half().double() @ value
         if record.rope_in_v:  # whose products are BF16's
@@ -173,4 +173,4 @@ def _attend(
         out = out * kept[:, None] + added
     if fresh:
         return out, torch.full((heads,), -math.inf, dtype=torch.float64)
-    return out / mass[:, None], (torch.log2(mass) + frame) / LOG2E
+    return out / mass[:, None], (torch.log2(mass) + m_ref) / LOG2E

@@ -69,7 +69,7 @@ class QuantConfig:
         rope_first: RoPE before, not after, the content of the first modelled Q.K chain.
         arithmetic: of the softmax: ``fp64``; ``fp32`` in the order of the kernels' operations;
             ``fused``, likewise, with t' in one FMA and the LSE rounded as it is written: log2 of
-            the row sum plus the frame, then that times ln 2.
+            the row sum plus the m_ref, then that times ln 2.
 
     Raises:
         ValueError: naming the attribute.

@@ -1,4 +1,4 @@
-"""FlashMLA's sparse calls on a real GPU: its gates on its data, and inputs that move the frames.
+"""FlashMLA's sparse calls on a real GPU: its gates on its data, and inputs that move the maxima.
 
 Truth is fp64 on e4m3 times the stored scale.  Every entry that is no token is -1 or INT_MAX, and
 what no entry names is NaN.
@@ -50,7 +50,7 @@ class Step:
         self.q = self.q.bfloat16()
 
     def _style(self, style: str, k: torch.Tensor) -> None:
-        """Inputs that move the frames: logits of large deviation, tiles that rise and fall by
+        """Inputs that move the maxima: logits of large deviation, tiles that rise and fall by
         200 nats, queries that equal a token, large RoPE, groups of far scales."""
         if style.startswith("std"):
             self.q *= float(style[3:]) / 0.4

@@ -1,4 +1,4 @@
-"""Dense prefill on a real GPU: FlashMLA's shapes and gates, frames that move, the same bits always.
+"""Dense prefill on a real GPU: FlashMLA's shapes and gates, maxima that move, the same bits always.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
 """

@@ -1,5 +1,5 @@
 """Dense decode over caches of bytes on a real GPU: fp64 on stored scales, the bits of sparse decode
-of the same tokens, inputs that move the frames, graphs.
+of the same tokens, inputs that move the maxima, graphs.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
 Before a pack: ``python -m codegen build`` of ``record_decode_mix16_rR_obf16_sm90a``,

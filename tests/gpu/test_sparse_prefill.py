@@ -1,4 +1,4 @@
-"""Sparse prefill on a real GPU: FlashMLA's shapes and gates, frames that move, poison, many query
+"""Sparse prefill on a real GPU: FlashMLA's shapes and gates, maxima that move, poison, many query
 tokens, the same bits always, graphs, allocations.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.

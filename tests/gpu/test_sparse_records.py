@@ -1,6 +1,6 @@
 """Sparse decode over DeepSeek V4's pages, V4.1's tokens in both byte orders and NoPE's rows on a
 real GPU: fp64 on stored scales, FlashMLA's gates, two caches where the format has them, inputs that
-move the frames, graphs.
+move the maxima, graphs.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
 Before a pack: ``python -m codegen build sparse_decode_mix16_rR_obf16_kvF_sm90a``, R of 16, 32, 64,

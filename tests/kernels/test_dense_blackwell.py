@@ -66,12 +66,12 @@ def test_schedules(pipeline: str, dtype: str, options: tuple[Any, int]) -> None:
         assert torch.equal(a, b)
 
 
-# ---------------------------------------------------------------- frames
+# ---------------------------------------------------------------- maxima
 
 
 class Swings(DenseJob):
     """Logits of channel 0 alone decide which tile counts: ``level(tile)`` nats, and V of a tile is
-    larger, the lower its level is, so that what a frame's move leaves of it is seen."""
+    larger, the lower its level is, so that what an m_ref's move leaves of it is seen."""
 
     level: Callable[[int], float]
     gain: float = 0.0  # log2 units of V a nat
@@ -100,7 +100,7 @@ class Swings(DenseJob):
         return tokens.to(dtype)
 
 
-# Each tile 5.5 nats (7.9 log2 units) above the last one moves every frame: the first is 2^8 below
+# Each tile 5.5 nats (7.9 log2 units) above the last one moves every m_ref: the first is 2^8 below
 # its tile's maximum, and headroom is 2^15.
 RISING = {"rising": (lambda t: 5.5 * t, 1.0)}
 SWINGS: dict[str, tuple[Callable[[int], float], float]] = {
@@ -133,7 +133,7 @@ def test_every_maximum_moves_each_tile(pipeline: str, dtype: str, page: int, whi
 @pytest.mark.parametrize("opcode", ["tcgen05.st", "tcgen05.wait::st"])
 @each_pipeline
 def test_a_missing_correction_is_noticed(pipeline: str, opcode: str) -> None:
-    """O that is not scaled where frames move: the comparison, or the hazard check, sees it."""
+    """O that is not scaled where maxima move: the comparison, or the hazard check, sees it."""
     spec = spec_of(pipeline)
     kernel = kernel_of(spec)
     job = Swings.of(spec, *RISING["rising"], tiles=3)

@@ -85,7 +85,7 @@ def test_a_nan_is_its_readers_alone(name: str) -> None:
 
 
 def test_lse_of_one_token_is_the_tensor_cores() -> None:
-    """Frame, exp2 and log2 add less than a fifth of what the sum of Q.K cuts off; so much that an
+    """m_ref, exp2 and log2 add less than a fifth of what the sum of Q.K cuts off; so much that an
     LSE near 0 misses FlashMLA's gate is the sum's."""
     step = DenseStep.make((1,), 16, 1, 64, torch.float16)
     assert step.cache.kv is not None

@@ -77,7 +77,7 @@ def reference(
 def test_rows_of_zeros_neither_overflow_nor_vanish(
     device: str, pipeline: str, heads: int, logits: tuple[float, ...]
 ) -> None:
-    """A zero latent has sigma 2^-80, and still counts in the row sum: frames must leave it room.
+    """A zero latent has sigma 2^-80, and still counts in the row sum: maxima must leave it room.
 
     Blocks of 64 tokens at the given logits along one RoPE channel; latents of the blocks at logit 0
     are zero.

@@ -111,7 +111,7 @@ def test_a_missing_product_is_noticed(which: int) -> None:
 
 
 def test_a_sink_keeps_the_tail() -> None:
-    """A sink of weight 1 in a block of 128 tokens, and a tail 1e-5 below it: the frames of the
+    """A sink of weight 1 in a block of 128 tokens, and a tail 1e-5 below it: the maxima of the
     blocks behind are their own, so the tail's share is as exact as P."""
     case = cases.sink_case(640, heads=3, causal=False)
     inputs = cases.build(case)

@@ -1,4 +1,4 @@
-"""Dense prefill on the software GPU, hazard check on: truth, frames that move, neighbours, bits."""
+"""Dense prefill on the software GPU, hazard check on: truth, maxima that move, neighbours, bits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sections_of_heads(heads: int) -> None:
 @pytest.mark.whole_matrix  # the main one runs in test_variants.py
 @pytest.mark.parametrize("name", EVERY)
 def test_clean_and_right(name: str) -> None:
-    """The workload: ragged ends beside NaN and 1e30, rows without keys, moving frames."""
+    """The workload: ragged ends beside NaN and 1e30, rows without keys, moving maxima."""
     workload = selfcheck.Workload(*where(name))
     with using(mutate.schedule(0)):
         result = workload.run()

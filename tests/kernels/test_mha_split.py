@@ -58,7 +58,7 @@ def test_clean_and_right(name: str) -> None:
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("name", MORE)
 def test_clean_and_right_of_the_rest(name: str) -> None:
-    """A split sequence between others, NaN and 1e30 behind ends, both masks, moving frames."""
+    """A split sequence between others, NaN and 1e30 behind ends, both masks, moving maxima."""
     clean_and_right(name)
 
 
@@ -157,7 +157,7 @@ def run(job: SplitJob, name: str = MAIN) -> dict[str, Any]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", [MAIN, WIDE])
 def test_row_tiles_and_heads(name: str, causal: bool) -> None:
-    """Two row tiles in two pieces, two heads that share K; frames that move.  Of tiles of 80 keys
+    """Two row tiles in two pieces, two heads that share K; maxima that move.  Of tiles of 80 keys
     the first piece's last one holds keys of the second."""
     spec = VariantSpec.from_name(name)
     torch.manual_seed(4)

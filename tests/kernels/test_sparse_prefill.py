@@ -1,5 +1,5 @@
 """Sparse prefill on the software GPU, hazard check on: FlashMLA's gates, entries of no row, poison,
-frames that move, sinks, padded heads, schedules."""
+maxima that move, sinks, padded heads, schedules."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ NAMES = {
 BESIDE = ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
 NAMES |= {fmt: f"sparse_decode_mix16_r{{}}_obf16_kv{fmt}_sm90a" for fmt in BESIDE}
 
-# Where a list leaves few tokens an LSE may be all but 0: the sum of a frame and the logarithm of a
+# Where a list leaves few tokens an LSE may be all but 0: the sum of an m_ref and the logarithm of a
 # mass over scales, numbers of 16 to 32, so two last places of such in fp32.  FlashMLA's gate, 1e-6,
 # is made for its own tests, whose lists are long.
 LSE_PLACES = 2.0**-18

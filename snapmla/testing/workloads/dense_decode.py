@@ -27,7 +27,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 def job_of(spec: VariantSpec, lengths: Sequence[int], planner: variants.Kernel) -> Job:
     """A ``DenseJob`` behind the planning kernel.  Rows of its longest sequence are peaked: SM100
-    multiplies O by gamma, in tensor memory, only where a frame moves."""
+    multiplies O by gamma, in tensor memory, only where an m_ref moves."""
     peaked = spec.arch == "sm_100a"
     amplitude = [300.0 if peaked and n == max(lengths) else 10.0 for n in lengths]
     job = DenseJob(spec, lengths, planner=planner, amplitude=amplitude)
@@ -45,7 +45,7 @@ def _rows(case: Case, bits: Bits, slot: Array, shape: tuple[int, int]) -> Array:
     rows = exact.bell(bits, (n, shape[1], HEAD_DIM_QK), bits.below(2, (n, 1, 1)) - 1)
     if case.index // 4 % 2:  # latents with a mean: sums that grow
         rows = np.where(bits.below(3, rows.shape) > 0, np.abs(rows), rows)
-    if style == "outlier":  # logits far apart: frames move
+    if style == "outlier":  # logits far apart: maxima move
         rows *= np.where(bits.below(24, (n, 1, 1)) == 0, np.float32(16), np.float32(1))
     elif style == "awkward":  # of the last sequence; some query tokens do not see its last token
         rows[-9], rows[-1, :, 3] = 0, np.nan

@@ -64,8 +64,8 @@ def _few(
 def small(spec: VariantSpec) -> Iterator[Prompts]:
     """A neighbour of NaN or 1e30 behind each ragged end, rows without keys, more queries than keys;
     of causal row tiles one ends with a tile of keys that is the sequence's as a whole, and the one
-    before it is masked, too, for some rows without moving their frame;
-    then every key for every row, four tiles, and logits that move frames; at the end of the lists
+    before it is masked, too, for some rows without moving their m_ref;
+    then every key for every row, four tiles, and logits that move maxima; at the end of the lists
     short sequences, and such without keys, of which nothing but a note tells; at last a batch in
     which no sequence has keys; behind them values that are no numbers, of keys that some rows do
     not see; on SM100 also work tiles of two and three tiles of keys, none and one of which is whole
@@ -125,7 +125,7 @@ def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
 
 def _ragged(spec: VariantSpec, draw: Exact) -> MhaJob:
     """Numbers of a recorded case: ragged prompts with prefixes, rows without keys, both masks; two
-    KV heads; NaN behind the last token; some rows 16 times as large, so that frames move."""
+    KV heads; NaN behind the last token; some rows 16 times as large, so that maxima move."""
     bits, made = draw.bits(), []
     lq = [int(x) for x in bits.below(200, (3,))]
     lk = [max(0, n + int(x) - 60) for n, x in zip(lq, bits.below(400, (3,)))]
