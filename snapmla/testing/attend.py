@@ -133,7 +133,7 @@ def _logits(
 def _block_m_refs(
     state: _State, t: Tensor, s2: Tensor, sigma_max: float, config: QuantConfig
 ) -> Tensor:
-    """Reference maxima m' of each block (R, blocks); t, s2 (R, blocks, p_block) are -inf where invisible."""
+    """Reference maxima m' (R, blocks); t, s2 (R, blocks, p_block) are -inf where invisible."""
     if config.p_scale in ("none", "tile"):
         return t.amax(-1)
     top = t.amax(-1) if config.p_scale == "running" else s2.amax(-1) + math.log2(sigma_max)
