@@ -275,7 +275,7 @@ def _show_audit(title: str, families: dict[str, FamilyAudit]) -> None:
 
 
 def _packed(arch: str, pattern: str, cuda: str, kind: str = "") -> tuple[list[VariantSpec], Path]:
-    """Variants of a bundle or wheel, and the usual folder of their builds; checks options."""
+    """Variants whose builds a command takes, and the usual folder of these; checks options."""
     _check_arch(arch)
     _check_kind(kind)
     _need_compiler()

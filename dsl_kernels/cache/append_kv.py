@@ -1,5 +1,5 @@
-"""append_kv: quantise new tokens and scatter them into the paged cache; into one of 16-bit rows as
-they are.
+"""append_kv: quantise new tokens and scatter them into the paged cache; a cache of 16-bit rows gets
+them unquantised.
 
 A spec with a ``rope_style`` is given tokens as a layer's projection leaves them: it turns their
 RoPE channels by their positions' angles, with ``norm`` also normalises the content, and goes on as
@@ -11,18 +11,19 @@ Memory       registers only: 9 (16-bit input) or 18 (fp32) words of the row a la
              norm's weight, 2 to 4 angles; no shared memory.
 Timeline     wait for the previous grid | load slot, row | max, redux | scale, divide, pack | store
              wait | load position, slot, row, weight | load angles | norm | turn | max, redux | ...
-             Warps without a token leave before the wait, the others have their sizes, strides and
-             pointers read by then.  All loads of a row are in flight before the first is used; the
-             slot is loaded with them and only decides where (and whether) to store.  The position
-             is asked for first: its angles are the one load that waits for another.
+             Warps without a token leave before the wait (of 16-bit rows behind it), the others
+             have their sizes, strides and pointers read by then.  All loads of a row are in flight
+             before the first is used; the slot is loaded with them and only decides where (and
+             whether) to store.  The position is asked for first: its angles are the one load that
+             waits for another.
              Of few tokens a warp's time is this chain's, some 0.4 us; what a profile shows beyond
              is launch and the wait, while the previous grid runs.
 Bytes moved  per token 1152 read (16-bit input) + 644 written + the slot; + 256 (fp32) or 128 of
              angles and the position, and the weight's 1024 once (L1, L2).
 
 bytes        (``append_bytes.py``, ``formats``) a scale for each group of channels, found by
-             the lanes that have them, quotients without a branch; of 656 bytes a token scales are
-             written by two lanes.
+             the lanes that have them, quotients without a branch; of formats with four fp32
+             scales two lanes write them (one, of fp32 input).
 
 16-bit rows  one warp a token and head, load row, slot | store; 1152 read + 1152 written; another
              dtype than the cache's is rounded once.

@@ -11,8 +11,8 @@ the tiles of the first v units of a sequence are a difference of F(x) = sum of c
 1 <= y <= x, P = 64 / U, which has a closed form: one look at a sequence counts its tiles, and a
 binary search finds the unit in which a tile lies, also in a prompt of thousands of tokens.
 
-One warp does this: a lane looks at a 32nd of the sequences, then all at that in which the run
-begins.
+One warp does this: each lane counts the tiles of a 32nd of the sequences, then all lanes look
+through the 32nd in which the run begins.
 """
 
 from __future__ import annotations

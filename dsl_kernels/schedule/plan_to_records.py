@@ -1,14 +1,16 @@
 """plan_to_records: FlashMLA's scheduler metadata and split counts from a plan's tables.
 
-Row p of ``records`` is what part p does: [first request, its first block, last request, the end
-block in it, piece of the first request, whether the first is split, whether the last is, 0].  A
-part without work begins behind the last request.  ``num_splits`` counts pieces of requests,
-cumulative; one that is not split is one.  FlashMLA's meaning throughout (its blocks are our tiles).
+Row p of ``records`` is what part p does: [first request, the block in it with which the part
+begins, last request, the block in it before which the part ends, piece of the first request,
+whether the first is split, whether the last is, 0].  A part without work begins behind the last
+request.  ``num_splits`` is cumulative: the pieces of all requests before each.  An unsplit request
+has one piece.  FlashMLA's meaning throughout (its blocks are our tiles).
 
 Roles        one CTA, a thread a part, then a thread a request.
 Memory       shared: sums of warps.
 Timeline     wait for the previous grid | parts | requests: prefix sum of pieces
-Bytes moved  8 a part, 32 of its work tiles, 4 a request read; 32 a part, 4 a request written.
+Bytes moved  read: 8 a part, 24 of its first and last work tile, 4 more if the first is split, 4 a
+             request; written: 32 a part, 4 a request.
 
 Its source is a plan of ``plan_decode`` in which a sequence is a unit; the rule in Python is
 ``snapmla.testing.reference_plan.records_of``.

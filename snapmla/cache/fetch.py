@@ -172,7 +172,7 @@ def _checked(call: Fetch) -> Fetch:
 
 
 def _dtype_of(cache: PagedKVCache, dtype: torch.dtype | None) -> torch.dtype:
-    """Dtype of a result that is allocated."""
+    """Dtype of an allocated result: ``dtype``, else the cache's of 16-bit rows, else BF16."""
     if dtype is None:
         return cache.dtype if FORMATS[cache.format].rows else torch.bfloat16
     return dtype

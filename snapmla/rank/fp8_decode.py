@@ -18,7 +18,10 @@ ONE_TERM = "it sums one, and nothing there has 16-bit products of this cache"
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
-    """Tensor-core cycles of one tile; a CTA of a cluster has 64 rows of it."""
+    """Tensor-core cycles that a CTA spends on one KV tile.
+
+    With 128 query rows each CTA of the cluster has 64.
+    """
     cycles = QK_CYCLES + spec.p_terms * PV_CYCLES
     if spec.pipeline == "f16":
         cycles = F16_CYCLES

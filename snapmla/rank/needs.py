@@ -138,7 +138,10 @@ def _prompts(model: Model) -> Iterator[VariantSpec]:
 
 
 def _decodes(model: Model) -> Iterator[VariantSpec]:
-    """Yields variants of decode: the dispatcher's choices, or sparse prefill's for BF16 rows."""
+    """Yields variants of decode that the dispatcher chooses.
+
+    For sparse decode over BF16 rows it yields those of sparse prefill, whose kernel serves it.
+    """
     card = next(card for card in cards() if card.arch == model.arch)
     if model.card is not None:
         card = find_card(None, model.card)

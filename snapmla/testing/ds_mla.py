@@ -39,15 +39,12 @@ def dequantize_ds_mla_rows(
     """Dequantises rows as ``fetch_dequant`` does: content * scale in fp32, rounded to ``dtype``.
 
     Args:
-        rows: uint8 (..., 656), contiguous rows.
+        rows: uint8 (..., 656), contiguous rows; other widths are not checked.
         dtype: of the result.
 
     Returns:
         (c_kv (..., 512), k_rope (..., 64)), both of ``dtype``.  A group whose scale is 0 is zeros,
         whatever its content is.
-
-    Raises:
-        RuntimeError: from torch, if ``rows`` has another width.
 
     Source: vLLM's ``cp_gather_and_upconvert_fp8_kv_cache``; groups of scale 0 are our own.
     """

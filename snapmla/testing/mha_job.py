@@ -114,7 +114,7 @@ def _exact(s: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def _rounded(
     s: Tensor, v: Tensor, group: int, dtype: torch.dtype, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Like ``_exact``, P rounded to ``dtype`` relative to m_ref; a kernel with tiles of ``keys``."""
+    """Like ``_exact``, P rounded to ``dtype`` relative to m_ref; tiles of ``keys``."""
     s = s * LOG2_E
     m_ref, total = s.new_full(s.shape[:-1], -1e30), s.new_zeros(s.shape[:-1])
     out = s.new_zeros(s.shape[1], s.shape[0], v.shape[-1])

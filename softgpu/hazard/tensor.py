@@ -102,9 +102,10 @@ class WarpTensor:
     """Checks of one warp's use of tensor memory; ``WarpHazards.tensor``.
 
     Attributes:
-        usable: (32, agents + 1), the work of every agent that a lane may rely on: known, passed on
-            by its side's fence::before_thread_sync, taken over by this lane's
-            fence::after_thread_sync.
+        usable: (32, agents + 1), the work of every agent that a lane may rely on: complete loads
+            and stores of this warp, and work that the lane knows of, that a
+            fence::before_thread_sync on the agent's side passed on, and that a
+            fence::after_thread_sync of this lane took over.
         loads, stores: number of the group that the next tcgen05.wait::ld or ::st completes.
         allocations: number of the next allocation or deallocation.
     """

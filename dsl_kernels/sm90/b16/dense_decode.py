@@ -3,22 +3,21 @@
 One warpgroup computes S and P, two others O.
 
 A part (one CTA, or one cluster when ``row_tile`` is 128) walks its work tiles of the work list
-(load/work_list.py).  64 and 128 rows lie on M (b16/dense_rows_on_m.py: S = Q K^T with Q in
-registers, O = P V), 32 and fewer on N (b16/dense_swap_ab.py: S^T = K Q^T, O^T = V^T P^T).  BF16 and
-fp16 are one source: the type is the spec's.  V is the first 512 channels of the K tile, read by
-MN-major descriptors of the same bytes: nothing is transposed.
+(load/work_list.py).  64 and 128 rows lie on M (b16/dense_rows_on_m.py: S = Q K^T with two thirds of
+Q in registers, O = P V), 32 and fewer on N (b16/dense_swap_ab.py: S^T = K Q^T, O^T = V^T P^T).
+BF16 and fp16 are one source: the type is the spec's.  V is the first 512 channels of the K tile,
+read by MN-major descriptors of the same bytes: nothing is transposed.
 
 Roles (4 warpgroups)
-    wg 0  warp 0  KV producer     TMA: a 64-token tile of 576 channels into a free stage; with 64
-                                  rows Q's tile as well, a work tile's first in the ring
-          warp 1  Q producer      TMA: the row tile of each work tile (32 rows and fewer)
+    wg 0  warp 0  KV producer     TMA: a 64-token tile of 576 channels into a free stage
+          warp 1  Q producer      TMA: the row tile of each work tile into Q's own ring
     wg 1          softmax         Q.K, softmax, P to shared memory
     wg 2, 3       P.V             O of half of d_v each, in fp32 registers
 
 m_ref (log2 units).  P' = 2^(t - m_ref) in 16 bits; O and the row sum are relative to the same
 m_ref.  It is *lazy*: a block whose maximum is up to 2^15 above it leaves it where it is, so that O
-is hardly ever rescaled; when it moves, the block's largest P' is 2^8.  fp16 holds 2^15, and what is
-2^22 below the m_ref's first maximum is still a normal number.
+is hardly ever rescaled; when it moves, the block's largest P' is 2^8.  fp16 holds 2^15, and a P'
+2^22 times smaller than the largest of the block that set m_ref is still a normal number.
 
 Shared memory: ring 2 x 73728 bytes | Q 73728 (64 rows), 36864 (32), 2 x 18432 (16) | factors,
 barriers.  P of a tile lies where the tile's RoPE columns were (64 tokens x 128 bytes), which Q.K

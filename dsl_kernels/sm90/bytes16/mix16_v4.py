@@ -12,9 +12,10 @@ same 512 channels.
 Why P is there twice, in f16 and in BF16.  An MMA has one dtype.  e4m3 times a ratio is exact in
 f16, and P keeps 11 bits there; BF16 for all of V would cost a conversion more (there is none from
 e4m3) and leave P 8 bits.  RoPE in f16 would want sigma to bound it, which takes a maximum over 64
-channels a token and moves the ratios of content.  In BF16 it needs no bound; of the 64 RoPE
-channels P is rounded to 2^-9, as FlashMLA rounds it for all 512: counted, out's 1 - cosine is
-1.4e-6 by the rounding of results alone, + 1.4e-6 in the RoPE channels, so 1.6e-6 of 5e-6 allowed.
+channels a token and moves the ratios of content.  In BF16 it needs no bound.  For the 64 RoPE
+channels P is rounded to 2^-9, as FlashMLA rounds it for all 512.  Counted: the rounding of results
+makes 1 - cosine of out 1.4e-6; RoPE channels have 1.4e-6 more, an eighth of which counts, so it is
+1.6e-6 in all, where 5e-6 is allowed.
 P in BF16 is P' / sigma * 2^-40, what the row sums add, so that its O^T needs no factor of its own.
 
 Timeline of tile i (one stage of the K ring)
@@ -29,8 +30,8 @@ With 64 rows over lists P i is announced when Q.K i + 1 has been issued (mix16_o
 Registers as mix16.py's.
 
 Shared memory, 64 rows and 3 stages (bytes)
-    Q 65536 | K ring 3 x (28672 content + 8192 RoPE + 512 scales + 3968 of theirs) | P 2 x 2 x 8192
-    exchange, gamma, factors, 1/l, flags, barriers                                         = 226944
+    Q 65536 | K ring 3 x (28672 content + 8192 RoPE + 512 scales + 3968 facts and ratios made of
+    the scales) | P 2 x 2 x 8192 | exchange, gamma, factors, 1/l, flags, barriers         = 226944
 """
 
 from __future__ import annotations

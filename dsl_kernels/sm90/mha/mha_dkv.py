@@ -19,9 +19,9 @@ d_qk 128: S^T and dP^T of i are issued first, and both sums run under the expone
 192 channels leave no registers.
 
 Shared memory   K, V 128 keys | Q, dO tiles of rows | stats | notes
-    d_qk    tiles    rows    bytes      registers of a consumer thread: dK + dV + S, dP + P, dS
-    192     4        32      163,840    96 + 64 + 32 + 16
-    128     4        48      163,840    64 + 64 + 48 + 24
+    d_qk  tiles  rows  bytes of K, V, Q, dO  registers of a consumer thread: dK + dV + S, dP + P, dS
+    192   4      32    163,840               96 + 64 + 32 + 16
+    128   4      48    163,840               64 + 64 + 48 + 24
 
 RoPE channels that KV heads share.  A work tile is then ``heads_together`` KV heads, one after the
 other, and the accumulators of these channels are not cleared between them; their sum goes to
@@ -31,7 +31,8 @@ Numbers that are not finite.  A row has P and dS 0 for keys that it does not see
 for all where its LSE stands for no keys or for what is behind the sequence.  Q and dO enter the
 sums, and 0 times a NaN is NaN; but a row with a NaN in Q has one in LSE, if it sees a key, and
 mha_delta makes one for a dO that is not finite.  So the clearing warp looks at LSEs alone, and what
-it clears is lost to nobody: of LSE NaN keys that the row sees get P and dS NaN, in all channels.
+it clears is lost to nobody: a row whose LSE is NaN makes P and dS NaN for every key that it sees,
+and so the key's gradients in all channels.
 
 Beside mha_dq.  That kernel lets the grid behind it begin once its CTAs have waited for what both
 read, so that this one, told ``behind_dq``, may take SMs that few tokens leave idle, and those that
@@ -43,11 +44,12 @@ on the order of launches, which promises nothing of what is visible before gridd
 
 A load that returns READY has all of those additions before it in observation order, so each of them
 synchronises with it: stats, and by causality whatever mha_delta's wait made visible to it (lists,
-tables, Q, K, V, dO) are visible here; the proxy fence is for what TMA reads.  Of any other value
-the producer waits for the grid before as all kernels do.  An old READY, of a call before in the
-same memory, cannot be read: mha_dq's wait returns when the list's 0 and all additions are
-performed, and the CTAs here are launched behind that.  Nothing is stored before the consumers have
-waited, and the producer waits, too, before it ends: who waits for this grid has mha_dq's results.
+tables, Q, K, V, dO) are visible here; the proxy fence is for what TMA reads.  If it reads any other
+value, the producer waits for the grid before, as all kernels do.  An old READY, of a call before in
+the same memory, cannot be read: mha_dq's wait returns only when mha_items' store of 0 to DELTAS and
+all of mha_delta's additions are performed, and the CTAs here are launched behind that.  Nothing is
+stored before the consumers have waited, and the producer waits, too, before it ends: who waits for
+this grid has mha_dq's results.
 
 A key's gradients are sums over heads and rows in an order of its own sequence alone: bits are the
 same in any batch and on any number of SMs.

@@ -4,7 +4,7 @@
     python -m snapmla.integrations.transformers.surface record     adds this release to the record
 
 ``surface.json`` has them for the releases that it was run with: parameters of functions that we
-call, replace or are called like, and the arguments with which layers call ours.
+call or replace, or whose signature ours must have, and the arguments with which layers call ours.
 """
 
 from __future__ import annotations

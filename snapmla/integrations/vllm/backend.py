@@ -56,7 +56,11 @@ HAS_SPECS = hasattr(mla.MLACommonBackend, "customize_spec")
 
 
 class SnapMLABackend(mla.MLACommonBackend):
-    """Properties of the backend that vLLM's selector reads before it chooses."""
+    """Properties that vLLM asks of the backend.
+
+    Its selector asks whether the backend serves a model; the engine then asks for the classes and
+    the cache's shape.
+    """
 
     supported_dtypes: ClassVar = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar = [plugin.CACHE_DTYPE if HAS_SPECS else "fp8_ds_mla"]

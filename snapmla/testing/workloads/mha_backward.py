@@ -29,7 +29,7 @@ Of = Callable[[GradJob, Tensor], dict[str, Any]]
 
 
 def forward_spec(spec: VariantSpec) -> VariantSpec:
-    """Variant of the forward whose backward ``spec`` belongs to."""
+    """Spec of the forward (``mha_fwd``) for which ``spec``, an op of the backward, is made."""
     return VariantSpec(op="mha_fwd", d_qk=spec.d_qk, dtype=spec.dtype, arch="sm_90a")
 
 
