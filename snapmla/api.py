@@ -10,7 +10,7 @@ from snapmla.cache.quant import QuantizedQuery
 from snapmla.call import memo as calls
 from snapmla.call import tracing
 from snapmla.dense import DecodePlan
-from snapmla.dense import decode as dense
+from snapmla.dense import decode as attention
 from snapmla.dense.call_checks import expect_query_of, planned
 from snapmla.dense.decode import Call
 from snapmla.dense.witness import Witness
@@ -128,7 +128,7 @@ def decode(
         )  # fmt: skip
     if topk_length is not None or attn_sink is not None:
         _refuse_without_indices(topk_length)
-    call = Call(
+    call: Call = (
         q, cache, block_table, cache_seqlens, plan, out, lse,
         (softmax_scale, causal, lse_base, empty_lse), out_dtype, pipeline,
         None if cu_seqlens_q is row_seqlens is None else Witness(cu_seqlens_q, row_seqlens),
@@ -154,10 +154,15 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 **({} if own is None else own.named),
             )  # fmt: skip
         plan = planned(q, cache, block_table, cache_seqlens, pipeline, options[1], own)
-    return dense.traced(call._replace(plan=plan))
+    return attention.traced(
+        (
+            q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline,
+            own,
+        )
+    )  # fmt: skip
 
 
 _DECODE = calls.Op(
-    "decode", dense.with_plan, dense.launch_checked, _traced, dense.parts,
-    dense.places,
+    "decode", attention.with_plan, attention.launch_checked, _traced, attention.parts,
+    attention.places,
 )  # fmt: skip

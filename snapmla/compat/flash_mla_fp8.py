@@ -254,9 +254,7 @@ def _launch_decode(call: Call, ready: Ready | None) -> tuple[Pair, Ready | None]
     if ready is None:
         assert call.checked is not None  # or it is ready
         q, cache, plan = call.checked
-        primary = decode.Call(
-            q, cache, table, lengths, plan, out, lse, call.options, None, None, None
-        )
+        primary = (q, cache, table, lengths, plan, out, lse, call.options, None, None, None)
         made, prepared = decode.launch_checked(primary, None)
         return made, Ready(plan, prepared) if isinstance(prepared, decode.Prepared) else None
     lora, (pages, page_size, _, _) = call.lora, call.k_scale.shape

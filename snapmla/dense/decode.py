@@ -31,22 +31,12 @@ from snapmla.runtime import launch, variants
 
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
-
-
-class Call(NamedTuple):
-    """Arguments of a dense decode; ``options`` and ``witness`` hold several."""
-
-    q: Any
-    cache: PagedKVCache
-    block_table: Any
-    cache_seqlens: Any
-    plan: Any
-    out: torch.Tensor | None
-    lse: torch.Tensor | None
-    options: Options
-    out_dtype: torch.dtype | None
-    pipeline: str | None
-    witness: Witness | None
+# of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline,
+# witness
+Call = tuple[
+    Any, PagedKVCache, Any, Any, Any, torch.Tensor | None, torch.Tensor | None,
+    Options, torch.dtype | None, str | None, Witness | None,
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
@@ -146,11 +136,12 @@ def places(call: Call, _: object) -> calls.Groups | None:
 
 
 def with_plan(call: Call) -> Call:
-    """Checks a call; returns it with its plan, made here if the caller gave none."""
+    q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline, witness = call
     plan = checked(
-        *call[:7], call.out_dtype, call.pipeline, causal=call.options[1], witness=call.witness
-    )
-    return call._replace(plan=plan)
+        q, cache, table, lengths, plan, out, lse, out_dtype, pipeline, causal=options[1],
+        witness=witness,
+    )  # fmt: skip
+    return q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline, witness
 
 
 def launch_checked(

@@ -317,9 +317,7 @@ def _launch(call: Given, ready: Ready | None) -> tuple[Pair, Ready | None]:
     assert found is not None  # or it is ready
     if found.reader is not None:
         found.reader.read(_records_of(metadata), lengths)
-    primary = decode.Call(
-        q, found.cache, table, lengths, found.plan, out, lse, options, None, None, None
-    )
+    primary = (q, found.cache, table, lengths, found.plan, out, lse, options, None, None, None)
     made, prepared = decode.launch_checked(primary, None)
     if not isinstance(prepared, decode.Prepared):
         return made, None
