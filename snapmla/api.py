@@ -10,7 +10,7 @@ from snapmla.cache.quant import QuantizedQuery
 from snapmla.call import memo as calls
 from snapmla.call import tracing
 from snapmla.dense import DecodePlan
-from snapmla.dense import decode as attention
+from snapmla.dense import decode as dense
 from snapmla.dense.call_checks import expect_query_of, planned
 from snapmla.dense.decode import Call
 from snapmla.dense.witness import Witness
@@ -154,7 +154,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 **({} if own is None else own.named),
             )  # fmt: skip
         plan = planned(q, cache, block_table, cache_seqlens, pipeline, options[1], own)
-    return attention.traced(
+    return dense.traced(
         (
             q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline,
             own,
@@ -163,6 +163,5 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _DECODE = calls.Op(
-    "decode", attention.with_plan, attention.launch_checked, _traced, attention.parts,
-    attention.places,
-)  # fmt: skip
+    "decode", dense.with_plan, dense.launch_checked, _traced, dense.parts, dense.places
+)

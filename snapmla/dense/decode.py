@@ -32,7 +32,7 @@ from snapmla.runtime import launch, variants
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
 # of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline,
-# witness
+# witness.  A NamedTuple would cost a call 0.7 of its 13.5 us (H200): it is made and taken apart.
 Call = tuple[
     Any, PagedKVCache, Any, Any, Any, torch.Tensor | None, torch.Tensor | None,
     Options, torch.dtype | None, str | None, Witness | None,
