@@ -39,12 +39,15 @@ def dequantize_ds_mla_rows(
     """Dequantises rows as ``fetch_dequant`` does: content * scale in fp32, rounded to ``dtype``.
 
     Args:
-        rows: uint8 (..., 656), contiguous rows; other widths are not checked.
+        rows: uint8 (..., 656); another width is not checked for.
         dtype: of the result.
 
     Returns:
         (c_kv (..., 512), k_rope (..., 64)), both of ``dtype``.  A group whose scale is 0 is zeros,
         whatever its content is.
+
+    Raises:
+        RuntimeError: from torch, if bytes behind the scales are no whole BF16 channels.
 
     Source: vLLM's ``cp_gather_and_upconvert_fp8_kv_cache``; groups of scale 0 are our own.
     """

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dsl_kernels.families.family import Family
 from snapmla import checks
 from snapmla.cache import quant
-from snapmla.call import memo as call
-from snapmla.call import op
+from snapmla.call import memo, op
 
 F32 = (torch.float32,)
 FAMILY = Family(
@@ -19,19 +19,17 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def scale_rows(
-    x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiplies each row of x, float32 (n, width), by its scale, float32 (n,)."""
-    return call.run(SCALE.op, SCALE.op, Scaled(x, scale, out))
+    return memo.run(SCALE.op, SCALE.op, Scaled(x, scale, out))
 
 
 class Scaled(NamedTuple):
     """A call of ``scale_rows``."""
 
-    x: torch.Tensor
-    scale: torch.Tensor
-    out: torch.Tensor | None = None
+    x: Tensor
+    scale: Tensor
+    out: Tensor | None = None
 
 
 def _check_rows(call: Scaled) -> None:
@@ -40,7 +38,7 @@ def _check_rows(call: Scaled) -> None:
             checks.aligned_rows(name, value, align=4)
 
 
-def _launch(call: Scaled, kernel: Any) -> tuple[torch.Tensor, Any]:
+def _launch(call: Scaled, kernel: Any) -> tuple[Tensor, Any]:
     out = torch.empty_like(call.x) if call.out is None else call.out
     kernel = kernel or quant.variant_kernel(call.x.device, "scale_rows")
     if len(out):
