@@ -42,7 +42,7 @@ from profiles.page import command_line, commit
 from profiles.pools import Latents, SnapPool, fill
 from profiles.shapes import DecodeShape, parse
 from snapmla.dense import PlanVariant
-from snapmla.dense import decode as attention
+from snapmla.dense import decode as dense
 from snapmla.runtime import variants
 
 PAGE, GRAIN = 64, 128
@@ -161,7 +161,7 @@ class Step:
         kernel = {torch.bfloat16: variants.kernel(spec, self.device.type)}
         plan = self.plan
         variant = PlanVariant(self.device, plan.pipeline, plan.row_tile, PAGE, kernel)
-        attention.launch_decode(
+        dense.launch_decode(
             (self.q.nope_u8, self.q.rope, self.q.row_scale), self.cache.arguments, table,
             self.lengths, variant, self.arguments, int(merge), (self.out, self.lse), NUMBERS,
         )  # fmt: skip

@@ -154,12 +154,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 **({} if own is None else own.named),
             )  # fmt: skip
         plan = planned(q, cache, block_table, cache_seqlens, pipeline, options[1], own)
-    return dense.traced(
-        (
-            q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline,
-            own,
-        )
-    )  # fmt: skip
+    return dense.traced((*call[:4], plan, *call[5:]))
 
 
 _DECODE = calls.Op(

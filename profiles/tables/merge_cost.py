@@ -21,7 +21,7 @@ from profiles.check import relative_l2
 from profiles.shapes import DecodeShape
 from profiles.table import Table
 from profiles.timing import Call, TimingConfig
-from snapmla.dense import decode as attention
+from snapmla.dense import decode as dense
 from snapmla.runtime import variants
 from snapmla.testing.reference import mla_decode_reference
 
@@ -71,7 +71,7 @@ class Merge(table.Problem):
 
     def decode(self, split: bool) -> Call:
         query = (self.q.nope_u8, self.q.rope, self.q.row_scale)
-        return lambda: attention.launch_decode(
+        return lambda: dense.launch_decode(
             query, self.cache.arguments, self.table, self.lengths, self.plan.variant,
             self.plan.arguments, int(split), (self.out, self.lse), (SCALE, 1, 0.69, 0.0),
         )  # fmt: skip

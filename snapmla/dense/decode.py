@@ -26,7 +26,7 @@ from snapmla.dense.call_checks import (
     rows_of,
 )
 from snapmla.dense.choices import choices
-from snapmla.dense.witness import Witness, check_witness, compared, no_offsets
+from snapmla.dense.witness import Witness, check_witness, compared
 from snapmla.runtime import launch, variants
 
 _Tensor = torch.Tensor  # looked up on every call
@@ -65,7 +65,7 @@ class Prepared:
         empty, out_strides, lse_strides = plan._empty
         return Prepared(
             plan.place, plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape,
-            out_strides, plan.lse_shape, lse_strides, (*tables, no_offsets(plan.device)),
+            out_strides, plan.lse_shape, lse_strides, (*tables, launch.nothing(plan.device)),
             (o_accum, lse_accum, *numbers, plan.merges),
         )  # fmt: skip
 
@@ -288,7 +288,7 @@ def launch_decode(
     """
     out, lse = results
     *lists, o_accum, lse_accum = tables
-    given: tuple[Any, ...] = (*lists, no_offsets(variant.device))
+    given: tuple[Any, ...] = (*lists, launch.nothing(variant.device))
     if witness is not None:
         given = compared(given, witness)
     kernel = variant.kernels.get(out.dtype) or variant.kernel(out.dtype)

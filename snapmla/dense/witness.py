@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from snapmla import checks
-from snapmla.runtime.launch import nothing
 
 if TYPE_CHECKING:
     from snapmla.dense.plan import DecodePlan
@@ -88,8 +87,3 @@ def compared(tables: tuple[Any, ...], witness: Witness) -> tuple[Any, ...]:
         limits if own_limits is None else own_limits.view(-1),
         offsets if own_offsets is None else own_offsets,
     )
-
-
-def no_offsets(device: torch.device) -> Any:
-    """``cu_seqlens_q`` of a call without a witness, as kernels take it."""
-    return nothing(device)

@@ -183,6 +183,32 @@ class DecodeOp:
         return self.features[spec.pipeline].longest_item
 
 
+@dataclass(frozen=True, eq=False)
+class OneFormat(DecodeOp):
+    """A ``DecodeOp`` over one format, whose kernels take any page size.
+
+    Attributes:
+        cache_dtype: format of the cache.
+    """
+
+    cache_dtype: str = ""
+
+    def spec(
+        self,
+        arch: str,
+        pipeline: str,
+        row_tile: int,
+        page_size: int,
+        out_dtype: str,
+        p_terms: int = 1,
+    ) -> VariantSpec:
+        """The variant of these choices, for any ``page_size``."""
+        return VariantSpec(
+            op=self.family.op, arch=arch, pipeline=pipeline, row_tile=row_tile,
+            out_dtype=out_dtype, p_terms=p_terms, cache_dtype=self.cache_dtype,
+        )  # fmt: skip
+
+
 class Request(NamedTuple):
     """A decode as a caller asks for it, on whatever card.
 

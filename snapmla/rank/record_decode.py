@@ -8,36 +8,14 @@ from dsl_kernels.families.record_decode import FAMILY, PIPELINE, module_of
 from dsl_kernels.families.record_decode import FORMATS as DECODED
 from dsl_kernels.families.sparse_decode import ROW_TILES
 from dsl_kernels.formats.registered import FORMATS, Format
-from dsl_kernels.spec import VariantSpec
 from snapmla.rank import dense_decode
-from snapmla.rank.decode import DecodeOp, Features, OfFormats
+from snapmla.rank.decode import Features, OfFormats, OneFormat
 from snapmla.rank.sparse_decode import ANY_PAGE
 
 
 @dataclass(frozen=True, eq=False)
-class RecordOp(DecodeOp):
-    """A ``DecodeOp`` of one format, whose kernels take any page size.
-
-    Attributes:
-        cache_dtype: format of the cache.
-    """
-
-    cache_dtype: str = ""
-
-    def spec(
-        self,
-        arch: str,
-        pipeline: str,
-        row_tile: int,
-        page_size: int,
-        out_dtype: str,
-        p_terms: int = 1,
-    ) -> VariantSpec:
-        """The variant of these choices, for any ``page_size``."""
-        return VariantSpec(
-            op=self.family.op, arch=arch, pipeline=pipeline, row_tile=row_tile,
-            out_dtype=out_dtype, p_terms=p_terms, cache_dtype=self.cache_dtype,
-        )  # fmt: skip
+class RecordOp(OneFormat):
+    """Dense decode over a format of bytes."""
 
     def exists(self, pipeline: str, arch: str) -> bool:
         """True if a kernel module builds the pipeline for this cache."""

@@ -24,7 +24,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.rank import dense_decode, fp8_decode
 from snapmla.rank.cards import Card
 from snapmla.rank.costs import Costs, Tile, costs_of, parts_of
-from snapmla.rank.decode import FAST, STANDARD, DecodeOp, Features, OfFormats, Problem
+from snapmla.rank.decode import FAST, STANDARD, Features, OfFormats, OneFormat, Problem
 from snapmla.rank.load import Load, Share
 from snapmla.rank.verdicts import Size, judge
 
@@ -43,32 +43,15 @@ ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
 
 @dataclass(frozen=True, eq=False)
-class SparseOp(DecodeOp):
-    """A ``DecodeOp`` whose kernels take any page size; those of one cache are one pipeline an
-    architecture, beside one that is asked for.
+class SparseOp(OneFormat):
+    """Sparse decode; kernels of one cache are one pipeline an architecture, beside one that is
+    asked for.
 
     Attributes:
-        cache_dtype: format of the cache.
         measured: whether the times on file are its own, and not of another cache of the pipeline.
     """
 
-    cache_dtype: str = ""
     measured: bool = True
-
-    def spec(
-        self,
-        arch: str,
-        pipeline: str,
-        row_tile: int,
-        page_size: int,
-        out_dtype: str,
-        p_terms: int = 1,
-    ) -> VariantSpec:
-        """The variant of these choices, for any ``page_size``."""
-        return VariantSpec(
-            op=self.family.op, arch=arch, pipeline=pipeline, row_tile=row_tile,
-            out_dtype=out_dtype, p_terms=p_terms, cache_dtype=self.cache_dtype,
-        )  # fmt: skip
 
     def exists(self, pipeline: str, arch: str) -> bool:
         """True if a kernel module builds the pipeline for this cache."""

@@ -18,9 +18,9 @@ from snapmla.checks import overlap
 from snapmla.dense import TENSORS, PlanVariant
 from snapmla.dense.call_checks import check_outputs, lse_shape, rows_of
 from snapmla.dense.choices import choices
-from snapmla.dense.witness import Witness, check_witness, compared, no_offsets
+from snapmla.dense.witness import Witness, check_witness, compared
 from snapmla.rank import pipeline_of
-from snapmla.runtime import variants
+from snapmla.runtime import launch, variants
 from snapmla.sparse import query as queries
 from snapmla.sparse import rows as over_rows
 from snapmla.sparse import two_lists
@@ -368,7 +368,7 @@ def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> P
     return Prepared(
         plan.variant,
         chosen,
-        (*tables, no_offsets(plan.device)),
+        (*tables, launch.nothing(plan.device)),
         rest,
         plan.planned_seqlens,
         no_sink,

@@ -54,9 +54,13 @@ def register(
         ),
     )
     # a saved program holds its example inputs, and torch loads what is known as mere data
-    named: tuple[Any, ...] = (cls, *launch.PICKLED_WITH)
-    older = [(each, f"{m}.{each.__name__}") for each in named for m in OLDER.get(each.__name__, ())]
-    torch.serialization.add_safe_globals([*named, *older])
+    _loadable(cls)
+
+
+def _loadable(named: Any) -> None:
+    """Lets ``torch.load`` take a class or function, by its name and its older ones."""
+    older = [(named, f"{module}.{named.__name__}") for module in OLDER.get(named.__name__, ())]
+    torch.serialization.add_safe_globals([named, *older])
 
 
 def put_together(cls: type[T], fields: dict[str, Any]) -> T:
@@ -72,3 +76,7 @@ def stand_in(cls: type[T], fields: dict[str, Any]) -> T:
     for name, leaf in fields.items():
         object.__setattr__(value, name, leaf)
     return value
+
+
+for _each in launch.PICKLED_WITH:
+    _loadable(_each)

@@ -16,8 +16,9 @@ from snapmla import checks
 from snapmla.cache import byte_cache, layouts, quant
 from snapmla.cache.paged import PagedKVCache
 from snapmla.dense import FP8
-from snapmla.dense.witness import compared, no_offsets
+from snapmla.dense.witness import compared
 from snapmla.rank import PIPELINES
+from snapmla.runtime import launch
 from snapmla.sparse import rows
 from snapmla.sparse.lists import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
@@ -166,7 +167,7 @@ def _launch(
     second: tuple[Tensor, ...] = ()
     if FORMATS[fmt].two_lists:  # of no entries
         second = *cache, indices[..., :0], topk_length
-    own: tuple[Any, ...] = (*tables[:-2], no_offsets(device))
+    own: tuple[Any, ...] = (*tables[:-2], launch.nothing(device))
     witness = witness_of(cu_seqlens_q, row_seqlens, row_limits, b)
     if witness is not None:
         own = compared(own, witness)

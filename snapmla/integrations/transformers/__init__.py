@@ -11,7 +11,7 @@ to 5.24; those with an indexer (DSA) from 5.18 on.  A model's ``forward`` stays 
 
     pool.py       tokens, slots and plans of a cache, shared by its layers; torch only
     cache.py      ``SnapMLACache``: the layers that ``Cache.update`` asks
-    dense/decode.py  the attention function: decode of a few query tokens
+    attention.py  the attention function: decode of a few query tokens
     absorbed.py   queries into the latent space, results out of it
     prefill.py    attention of prompts, over what is cached and what is new
     patching.py   ``patch`` and ``unpatch``: the three places where a model meets the above
